@@ -1,0 +1,1 @@
+"""Sparse gradient and update exchange for PyTorch Lightning."""
