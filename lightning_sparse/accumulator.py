@@ -1,0 +1,121 @@
+"""What compressors read: residual + gradient, or weights - anchor, without building it before it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.accumulate_select import accumulate_select
+from lightning_sparse.kernels.difference_select import difference_select
+from lightning_sparse.kernels.select import select
+from lightning_sparse.protocols import Accumulator
+from lightning_sparse.random import Draw
+from lightning_sparse.vector import SparseVector
+
+
+@dataclass
+class Vectors:
+    """Flat vectors that are already there, read as one."""
+
+    vectors: Sequence[Tensor]
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(vector.numel() for vector in self.vectors)
+
+    def split(self) -> list[Accumulator]:
+        return [Vectors([vector]) for vector in self.vectors]
+
+    def sample(self, size: int, draw: Draw) -> Tensor:
+        positions = _positions(self.vectors, size, draw)
+        return torch.cat([vector[at].float() for vector, at in zip(self.vectors, positions, strict=True)])
+
+    def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
+        values, indices, count = select(self.vectors, threshold, capacity, start)
+        return SparseVector(values, indices, self.numel), count
+
+    def pieces(self) -> list[Tensor]:
+        return [vector.float() for vector in self.vectors]
+
+
+@dataclass
+class Sum:
+    """residual + gradient; the residual takes the gradient up in place, in the first dense pass, exactly once."""
+
+    gradients: Sequence[Tensor]
+    residuals: Sequence[Tensor]
+    numel: int = field(init=False)
+    _added: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(gradient.numel() for gradient in self.gradients)
+
+    def split(self) -> list[Accumulator]:
+        # the parts take over: each adds its own gradient
+        self._added = True
+        return [Sum([g], [r]) for g, r in zip(self.gradients, self.residuals, strict=True)]
+
+    def sample(self, size: int, draw: Draw) -> Tensor:
+        positions = _positions(self.residuals, size, draw)
+        out = [residual[at] for residual, at in zip(self.residuals, positions, strict=True)]
+        if not self._added:
+            out = [x + gradient[at].float() for x, gradient, at in zip(out, self.gradients, positions, strict=True)]
+        return torch.cat(out)
+
+    def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
+        if self._added:
+            return Vectors(self.residuals).select(threshold, capacity, start)
+        self._added = True
+        values, indices, count = accumulate_select(self.gradients, self.residuals, threshold, capacity, start)
+        return SparseVector(values, indices, self.numel), count
+
+    def pieces(self) -> list[Tensor]:
+        if not self._added:
+            self._added = True
+            for gradient, residual in zip(self.gradients, self.residuals, strict=True):
+                residual.add_(gradient)
+        return list(self.residuals)
+
+
+@dataclass
+class Difference:
+    """weights - anchor; read only."""
+
+    weights: Sequence[Tensor]
+    anchors: Sequence[Tensor]
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(weight.numel() for weight in self.weights)
+
+    def split(self) -> list[Accumulator]:
+        return [Difference([w], [x]) for w, x in zip(self.weights, self.anchors, strict=True)]
+
+    def sample(self, size: int, draw: Draw) -> Tensor:
+        positions = _positions(self.anchors, size, draw)
+        pairs = zip(self.weights, self.anchors, positions, strict=True)
+        return torch.cat([weight[at].float() - anchor[at] for weight, anchor, at in pairs])
+
+    def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
+        values, indices, count = difference_select(self.weights, self.anchors, threshold, capacity, start)
+        return SparseVector(values, indices, self.numel), count
+
+    def pieces(self) -> list[Tensor]:
+        return [weight.float() - anchor for weight, anchor in zip(self.weights, self.anchors, strict=True)]
+
+
+def _positions(vectors: Sequence[Tensor], size: int, draw: Draw) -> list[Tensor]:
+    """Positions in each vector, one drawn at random from each of about ``size`` equal strata of the whole."""
+    total = max(1, sum(vector.numel() for vector in vectors))
+    counts = [-(-vector.numel() * size // total) for vector in vectors]
+    device = vectors[0].device
+    random = draw.bits(sum(counts), device).to(torch.float64) / 2**32  # [m] in [0, 1)
+    out = []
+    for vector, count, fraction in zip(vectors, counts, random.split(counts), strict=True):
+        stride = vector.numel() / max(1, count)
+        base = torch.arange(count, dtype=torch.float64, device=device)
+        out.append(((base + fraction) * stride).long().clamp_(max=max(0, vector.numel() - 1)))
+    return out

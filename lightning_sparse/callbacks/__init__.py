@@ -1,0 +1,1 @@
+"""Thin Lightning callbacks that drive the parts and report."""

@@ -1,0 +1,5 @@
+"""Which bytes carry the entries? One format a file."""
+
+from lightning_sparse.codecs.raw import Raw
+
+__all__ = ["Raw"]

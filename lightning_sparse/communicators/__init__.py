@@ -1,0 +1,6 @@
+"""How do ranks average? One exchange a file."""
+
+from lightning_sparse.communicators.all_gather import AllGather
+from lightning_sparse.communicators.process_group import ProcessGroup
+
+__all__ = ["AllGather", "ProcessGroup"]

@@ -1,0 +1,56 @@
+"""ProcessGroup: a torch.distributed group as a transport that counts its bytes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def ring_bytes(nbytes: int, world_size: int) -> int:
+    """Sent + received per rank when a ring all-reduce moves a buffer of ``nbytes`` bytes."""
+    return 4 * (world_size - 1) * nbytes // world_size
+
+
+class ProcessGroup:
+    """A process group of its own, so that its collectives never interleave with those of the training loop.
+
+    Every rank must construct it, in the same order.
+
+    Args:
+        timeout: how long a collective may wait for a rank; None takes torch's default.
+        backend: as for ``torch.distributed.new_group``; None takes the default group's.
+    """
+
+    def __init__(self, timeout: timedelta | None = None, backend: str | None = None) -> None:
+        self._group = dist.new_group(timeout=timeout, backend=backend)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.bytes = 0
+
+    def all_gather(self, buffer: Tensor) -> Tensor:
+        self.bytes += 2 * (self.world_size - 1) * buffer.nbytes
+        out = torch.empty(self.world_size * buffer.numel(), dtype=buffer.dtype, device=buffer.device)
+        if buffer.numel():
+            dist.all_gather_into_tensor(out, buffer, group=self._group)
+        return out.view(self.world_size, -1) if buffer.numel() else out.view(self.world_size, 0)
+
+    def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
+        self.bytes += ring_bytes(buffer.nbytes, self.world_size)
+        # dividing first keeps half-precision sums of many ranks in range, and is what DDP does
+        buffer.div_(self.world_size)
+        if buffer.numel():
+            dist.all_reduce(buffer, group=self._group)
+        return buffer
+
+    def broadcast_(self, buffer: Tensor) -> Tensor:
+        self.bytes += (self.world_size - 1) * buffer.nbytes if self.rank == 0 else buffer.nbytes
+        if buffer.numel():
+            dist.broadcast(buffer, src=0, group=self._group)
+        return buffer
+
+    def close(self) -> None:
+        """Give the group up. The handle is not used again."""
+        dist.destroy_process_group(self._group)

@@ -1,0 +1,6 @@
+"""Which entries of the accumulator are sent? One algorithm a file."""
+
+from lightning_sparse.compressors.sampled_top_k import SampledTopK
+from lightning_sparse.compressors.top_k import TopK
+
+__all__ = ["SampledTopK", "TopK"]

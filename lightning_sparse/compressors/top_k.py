@@ -1,0 +1,74 @@
+"""TopK: the k largest magnitudes, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.compressors.sample import check_scope, entries, sampled_threshold
+from lightning_sparse.protocols import Accumulator
+from lightning_sparse.random import Draw
+from lightning_sparse.vector import SparseVector, index_dtype
+
+# below this, sampling costs more than it saves
+_DIRECT = 65_536
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k entries of largest magnitude, exactly; k = density * numel.
+
+    On the CPU a sampled lower bound admits slightly more than k candidates in one dense pass, and only those are
+    sorted; where the bound turns out too high or too low, the whole vector is. Entries that are zero or NaN are never
+    sent. Among equal magnitudes at the boundary any may be sent; the others gain on them in the memory.
+
+    Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent",
+    https://arxiv.org/abs/1704.05021, section 3.
+
+    Args:
+        scope: what one selection runs over. "model" compares all layers with each other, "bucket" what is exchanged
+            together (``bucket_cap_mb``), "layer" gives every parameter the same density.
+
+    Example:
+        >>> TopK(scope="layer").capacity(numel=1000, density=0.01)
+        10
+    """
+
+    scope: str = "model"
+
+    def __post_init__(self) -> None:
+        check_scope("TopK", self.scope)
+
+    def capacity(self, numel: int, density: float) -> int:
+        return entries(numel, density)
+
+    def compress(self, accumulator: Accumulator, capacity: int, draw: Draw) -> SparseVector:
+        if accumulator.numel > _DIRECT and capacity * 8 < accumulator.numel:
+            threshold = sampled_threshold(accumulator, capacity, 0.01, 4.0, draw)
+            if not threshold.is_cuda:
+                room = 2 * capacity + _DIRECT // 8
+                found, count = accumulator.select(threshold, room, 0)
+                enough = int(count) >= capacity or float(threshold) == 0.0
+                if enough and int(count) <= room:
+                    return _largest(found, capacity)
+        return _largest_of(accumulator.pieces(), capacity)
+
+
+def _largest(found: SparseVector, capacity: int) -> SparseVector:
+    kept = torch.topk(found.values.abs(), capacity, sorted=False).indices
+    kept = torch.sort(kept).values  # candidates are in index order, so their positions sort like their indices
+    return SparseVector(found.values[kept], found.indices[kept], found.numel)
+
+
+def _largest_of(pieces: list[Tensor], capacity: int) -> SparseVector:
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # [n]
+    magnitudes = flat.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+    indices = torch.sort(torch.topk(magnitudes, capacity, sorted=False).indices).values
+    live = magnitudes[indices] > 0
+    # entries of magnitude zero become padding, behind the live ones
+    order = torch.argsort((~live).to(torch.uint8), stable=True)
+    values = torch.where(live, flat[indices], 0.0)[order]
+    indices = torch.where(live, indices, 0)[order]
+    return SparseVector(values, indices.to(index_dtype(flat.numel())), flat.numel())

@@ -1,0 +1,203 @@
+"""What was not sent stays with the rank that holds it: float32, unscaled, keyed by parameter name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.accumulator import Sum, Vectors
+from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.protocols import Accumulator
+from lightning_sparse.vector import SparseVector
+
+
+class _Buffers(dict[str, Tensor]):
+    """Parameter name -> flat float32 buffer, made of zeros when first asked for."""
+
+    def of(self, names: Sequence[str], like: Sequence[Tensor]) -> list[Tensor]:
+        for name, x in zip(names, like, strict=True):
+            buffer = self.get(name)
+            if buffer is None:
+                self[name] = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
+            elif buffer.numel() != x.numel():
+                raise ValueError(
+                    f"Residual of {name!r} has {buffer.numel()} elements, expected {x.numel()}:"
+                    " the state belongs to another model"
+                )
+            elif buffer.device != x.device:
+                self[name] = buffer.to(x.device)
+        return [self[name] for name in names]
+
+    def take(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.pop(name) for name in names if name in self}
+
+    def norm(self) -> float:
+        return math.sqrt(sum(float(buffer.double().square().sum()) for buffer in self.values()))
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.clear()
+        self.update({name: buffer.detach().to(torch.float32).flatten().clone() for name, buffer in state.items()})
+
+
+@dataclass
+class Residual:
+    """Error feedback: what is not sent now is added to the next gradient.
+
+    Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014, section 3; for top-k: Stich et al.,
+    https://arxiv.org/abs/1809.07599, Algorithm 1. We keep it without the learning rate in it.
+
+    Example:
+        >>> Residual().state_dict()
+        {'residual': {}}
+    """
+
+    _residual: _Buffers = field(init=False, repr=False, default_factory=_Buffers)
+
+    def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
+        return Sum(inputs, self._residual.of(names, inputs))
+
+    def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.float() for x in inputs]
+
+    def discard(self, names: Sequence[str], sent: SparseVector) -> None:
+        scatter_add_([self._residual[name] for name in names], sent.values, sent.indices, alpha=-1.0)
+
+    def discard_all(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._residual[name].zero_()
+
+    def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
+        scatter_add_([self._residual[name] for name in names], entries.values, entries.indices)
+
+    def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        return [self._residual.take(names)]
+
+    def release(self, held: list[dict[str, Tensor]]) -> None:
+        self._residual.update(held[0])
+
+    def norm(self) -> float:
+        return self._residual.norm()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        return {"residual": dict(self._residual)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._residual.load(state["residual"])
+
+
+@dataclass
+class MomentumResidual(Residual):
+    """Deep Gradient Compression: momentum before the selection, masked where an entry has left.
+
+    Use an optimizer without momentum of its own; this memory applies it, to densely averaged parameters too.
+
+    Source: Lin et al., "Deep Gradient Compression", https://arxiv.org/abs/1712.01887, sections 3.1 to 3.3 and
+    Algorithm 1. Local clipping runs over one submission (a bucket, or the model with ``scope="model"``) where the
+    paper's runs over the model. At density 1 momentum is not masked: it is then momentum SGD.
+
+    Args:
+        momentum: in [0, 1).
+        clip: largest norm of this rank's own gradient, or None. The paper takes the global threshold times
+            ``world_size ** -0.5``; it takes the place of the Trainer's ``gradient_clip_val``.
+
+    Example:
+        >>> MomentumResidual(0.9, clip=1.0).momentum
+        0.9
+    """
+
+    momentum: float = 0.9
+    clip: float | None = None
+    _velocity: _Buffers = field(init=False, repr=False, default_factory=_Buffers)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"MomentumResidual: momentum must be in [0, 1), got {self.momentum}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"MomentumResidual: clip must be positive or None, got {self.clip}")
+
+    def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
+        return Sum(self._advance(names, inputs), self._residual.of(names, inputs))
+
+    def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._advance(names, inputs)
+
+    def discard(self, names: Sequence[str], sent: SparseVector) -> None:
+        super().discard(names, sent)
+        velocity = [self._velocity[name] for name in names]
+        held = gather(velocity, sent.indices)
+        # padding points at entry 0, which keeps its momentum unless it was sent itself
+        scatter_add_(velocity, torch.where(sent.values != 0, held, 0.0), sent.indices, alpha=-1.0)
+
+    def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        return [*super().hold(names), self._velocity.take(names)]
+
+    def release(self, held: list[dict[str, Tensor]]) -> None:
+        super().release(held)
+        self._velocity.update(held[1])
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        return super().state_dict() | {"velocity": dict(self._velocity)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().load_state_dict(state)
+        self._velocity.load(state["velocity"])
+
+    def _advance(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        scale = 1.0
+        if self.clip is not None and inputs:
+            norm = float(torch.linalg.vector_norm(torch.stack([x.float().norm() for x in inputs])))
+            scale = min(1.0, self.clip / (norm + 1e-6))
+        velocity = self._velocity.of(names, inputs)
+        for u, x in zip(velocity, inputs, strict=True):
+            u.mul_(self.momentum).add_(x, alpha=scale)
+        return velocity
+
+
+@dataclass
+class NoMemory:
+    """Nothing is kept: what is not sent is lost. For comparison, and for compressors that are unbiased."""
+
+    def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
+        return Vectors(inputs)
+
+    def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.float() for x in inputs]
+
+    def discard(self, names: Sequence[str], sent: SparseVector) -> None:
+        """Nothing to discard."""
+
+    def discard_all(self, names: Sequence[str]) -> None:
+        """Nothing to discard."""
+
+    def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
+        """Nothing to return to."""
+
+    def hold(self, names: Sequence[str]) -> None:
+        """Nothing to set aside."""
+
+    def release(self, held: None) -> None:
+        """Nothing to put back."""
+
+    def norm(self) -> float:
+        return 0.0
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Nothing to load."""
+
+
+def gather(pieces: Sequence[Tensor], indices: Tensor) -> Tensor:
+    """``concat(pieces)[indices]`` without the concatenation: [k]. Reads the piece bounds on the host."""
+    bounds = torch.tensor([0] + [piece.numel() for piece in pieces], device=indices.device).cumsum(0)
+    owner = torch.searchsorted(bounds, indices.long(), right=True) - 1  # [k]
+    out = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
+    for position, piece in enumerate(pieces):
+        mine = (owner == position).nonzero().squeeze(1)
+        out[mine] = piece[indices[mine].long() - bounds[position]].float()
+    return out

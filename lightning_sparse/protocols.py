@@ -1,0 +1,161 @@
+"""The seams: one protocol for each noun of the loop. Arrows point one way, from the reducer to its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from lightning_sparse.random import Draw
+from lightning_sparse.vector import SparseVector
+
+Schedule = Callable[[int], float]
+"""From step (own counter, starting at 0) to a number, such as the density. A lambda is a schedule."""
+
+
+class Accumulator(Protocol):
+    """What a rank owes the others, as a list of flat float32 pieces that are read as one vector of ``numel``."""
+
+    numel: int
+
+    def split(self) -> Sequence[Accumulator]:
+        """One accumulator for each piece (selection by layer)."""
+
+    def sample(self, size: int, draw: Draw) -> Tensor:
+        """About ``size`` values, spread evenly over the vector: [m] float32. No dense pass."""
+
+    def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
+        """Entries with |value| >= threshold, in one dense pass, and how many there are (may exceed capacity)."""
+
+    def pieces(self) -> list[Tensor]:
+        """The values themselves: [numel of the piece] float32 each. Costs a dense pass."""
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """What was not sent, kept by parameter name (float32, unscaled)."""
+
+    def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
+        """Add this step's flat inputs to what is kept. The accumulator may do so lazily, in its first dense pass."""
+
+    def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What leaves for parameters that are averaged densely: [numel of the piece] float32 each."""
+
+    def discard(self, names: Sequence[str], sent: SparseVector) -> None:
+        """What receivers will decode has left this rank. In place, touches only the sent entries."""
+
+    def discard_all(self, names: Sequence[str]) -> None:
+        """Everything has left this rank (density 1)."""
+
+    def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
+        """Entries that nobody accepted return to this rank's memory."""
+
+    def hold(self, names: Sequence[str]) -> Any:
+        """Set what is kept for these names aside, so that nothing of it leaves in this step."""
+
+    def release(self, held: Any) -> None:
+        """Put back what ``hold`` set aside."""
+
+    def norm(self) -> float:
+        """Euclidean norm of what is kept."""
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Buffers of this rank, by kind and parameter name."""
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over buffers saved by ``state_dict``."""
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """Which entries of the accumulator are sent?"""
+
+    scope: str
+    """What one selection runs over: "layer", "bucket" or "model"."""
+
+    def capacity(self, numel: int, density: float) -> int:
+        """Entries the payload holds: a function of (numel, density) only."""
+
+    def compress(self, accumulator: Accumulator, capacity: int, draw: Draw) -> SparseVector:
+        """Pick at most ``capacity`` entries. Pure: keeps no state between calls."""
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Which bytes carry the entries?"""
+
+    def nbytes(self, numel: int, capacity: int) -> int:
+        """Bytes of a payload; a function of its arguments only."""
+
+    def encode(self, vector: SparseVector) -> Tensor:
+        """[nbytes] uint8."""
+
+    def decode(self, wire: Tensor, numel: int, capacity: int) -> SparseVector:
+        """The entries as receivers see them. Raises ValueError on a wire that ``encode`` cannot have made."""
+
+
+class Transport(Protocol):
+    """Moves buffers between ranks and counts the bytes; the only place that knows torch.distributed."""
+
+    rank: int
+    world_size: int
+    bytes: int
+    """Sent + received by this rank so far, everything included."""
+
+    def all_gather(self, buffer: Tensor) -> Tensor:
+        """[w, b] uint8 from every rank's [b] uint8, in rank order."""
+
+    def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
+        """The mean over ranks, in place: same shape and dtype."""
+
+    def broadcast_(self, buffer: Tensor) -> Tensor:
+        """Rank 0's buffer, in place."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over ranks as ``scale * (parts[0] + parts[1] + ...)``, to be added in this order on every rank."""
+
+    parts: list[SparseVector]
+    scale: float
+    rejected: SparseVector | None = None
+    """Entries of this rank that are not in the mean."""
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """How do ranks average?"""
+
+    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport) -> Mean:
+        """Average one payload of every rank. Every rank calls it, in the same order; same bits on every rank."""
+
+    def nbytes(self, payload: int, world_size: int) -> int:
+        """Sent + received per rank for one exchange of payloads of ``payload`` bytes."""
+
+
+class Tap(Protocol):
+    """Where a training step hands over what is exchanged, and takes it back."""
+
+    name: str
+    steps: int
+    """Optimizer steps (updates) or synchronised backward passes (gradients) so far: the counter of schedules."""
+
+    def before_step(self, optimizer: Any) -> None:
+        """Called before every optimizer step, skipped ones included."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """Called after every optimizer step, skipped ones included."""
+
+    def enter_shared(self) -> None:
+        """Put what is equal on all ranks into the module (before validation, say). Every rank calls it."""
+
+    def leave_shared(self) -> None:
+        """Return to this rank's own weights."""
+
+    def finish(self) -> None:
+        """The end of training: the module keeps what is equal on all ranks. Every rank calls it."""
+
+    def norms(self) -> dict[str, float]:
+        """Norms of what is kept back and of what came in at the last watched step."""

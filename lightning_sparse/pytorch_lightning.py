@@ -1,0 +1,20 @@
+"""The strategy for ``pytorch_lightning.Trainer``."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_sparse.callbacks.anchor_first import AnchorFirst
+from lightning_sparse.strategy import SparseDDP
+
+
+class SparseDDPStrategy(SparseDDP, DDPStrategy):
+    __doc__ = SparseDDP.__doc__
+
+    def _first_callback(self) -> Callback:
+        return _AnchorFirst()
+
+
+class _AnchorFirst(AnchorFirst, Callback):
+    pass

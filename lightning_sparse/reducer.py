@@ -1,0 +1,241 @@
+"""Reducer: the one loop from a tap's vectors to their sparse mean over ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Mean, Memory, Schedule, Transport
+from lightning_sparse.random import Draw
+from lightning_sparse.vector import SparseVector, concatenate, index_dtype
+from lightning_sparse.worker import Worker
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Flat vectors of named parameters that are exchanged together. Equal layout on every rank."""
+
+    name: str
+    step: int
+    memory: Memory
+    names: Sequence[str]
+    inputs: Sequence[Tensor]
+    dense_names: Sequence[str] = ()
+    dense_inputs: Sequence[Tensor] = ()
+    idle: Sequence[str] = ()
+    """Names out of ``names`` and ``dense_names`` that take no part in this step: what is kept for them stays kept."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What leaves this rank: entries of the sparse part, and all of the dense part."""
+
+    job: Job
+    density: float
+    sent: SparseVector | None
+    wire: Tensor | None
+    tail: Tensor
+    """[elements of everything that is averaged densely] float32."""
+    finite: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the exchange brought: the mean of the sparse part (None at density 1) and of the dense part."""
+
+    picked: Picked
+    mean: Mean | None
+    tail: Tensor
+    finite: bool
+    """False on every rank if any rank handed over NaN or inf."""
+
+
+@dataclass
+class Totals:
+    """Sums since the start, for reports."""
+
+    exchanges: int = 0
+    entries: int = 0
+    """Entries that payloads had room for, dense parts included."""
+    numel: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """By stage: select, encode, exchange, decode."""
+
+
+class Reducer:
+    """Runs accumulate, compress, encode, discard, mean for each job, in one order on every rank.
+
+    Args:
+        compressor, codec, communicator: the algorithm.
+        transport: moves the bytes; nobody else uses it while a job is in flight.
+        density: schedule of the fraction sent, in (0, 1]; 1 is a plain dense all-reduce.
+        seed: of the counter-based draws.
+        device: where the vectors live.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        codec: Codec,
+        communicator: Communicator,
+        transport: Transport,
+        density: Schedule,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.compressor = compressor
+        self.transport = transport
+        self.communicator = communicator
+        self.density = density
+        self.totals = Totals()
+        self.last: dict[str, Picked] = {}
+        self._codec = _TimedCodec(codec)
+        self._seed = seed
+        self._worker = Worker(device)
+
+    def submit(self, job: Job, apply: Callable[[Outcome], _T]) -> Future[_T]:
+        """Run the whole loop for a job on the worker, then ``apply`` there."""
+        return self._worker.submit(lambda: self._finish(self.exchange(self.pick(job)), apply))
+
+    def submit_picked(self, picked: Picked) -> Future[Outcome]:
+        """Run only the exchange on the worker: what leaves was picked by the caller."""
+        return self._worker.submit(lambda: self.exchange(picked))
+
+    def pick(self, job: Job) -> Picked:
+        """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
+        density = self._density(job.step)
+        if not _finite([*job.inputs, *job.dense_inputs]):
+            return self._refuse(job, density)
+        held = job.memory.hold(job.idle)
+        start = time.perf_counter()
+        sent = wire = None
+        whole: list[Tensor] = []
+        accumulator = job.memory.accumulate(job.names, job.inputs)
+        if job.names and density < 1:
+            sent = self._compress(accumulator, job, density)
+            self._count("select", start)
+            start = time.perf_counter()
+            wire = self._codec.encode(sent)
+            # what receivers will decode is what has left, rounding included
+            sent = self._codec.decode(wire, sent.numel, sent.capacity)
+            job.memory.discard(job.names, sent)
+            self._count("encode", start)
+        elif job.names:
+            whole = accumulator.pieces()
+        # concatenation copies, so the memory may be emptied behind it
+        tail = _flat([*whole, *job.memory.dense(job.dense_names, job.dense_inputs)], job)
+        if whole:
+            job.memory.discard_all(job.names)
+            self._count("select", start)
+        job.memory.release(held)
+        return Picked(job, density, sent, wire, tail)
+
+    def exchange(self, picked: Picked) -> Outcome:
+        """Step 5 of the loop: the mean over ranks. Every rank calls it in the same order."""
+        start, decoding = time.perf_counter(), self._codec.seconds
+        mean = None
+        if picked.sent is not None and picked.wire is not None:
+            mean = self.communicator.mean(picked.sent, picked.wire, self._codec, self.transport)
+            if mean.rejected is not None and picked.finite:
+                picked.job.memory.give_back(picked.job.names, mean.rejected)
+        tail = picked.tail.clone()
+        if tail.numel():
+            self.transport.all_reduce_mean_(tail)
+        finite = bool(tail.isfinite().all()) and (mean is None or mean.rejected is None)
+        decoding = self._codec.seconds - decoding
+        self._count("exchange", start + decoding)
+        self.totals.seconds["decode"] += decoding
+        self._total(picked)
+        return Outcome(picked, mean, tail, finite)
+
+    def close(self) -> None:
+        """Stop the worker."""
+        self._worker.close()
+
+    def _finish(self, outcome: Outcome, apply: Callable[[Outcome], _T]) -> _T:
+        start = time.perf_counter()
+        result = apply(outcome)
+        self._count("decode", start)
+        return result
+
+    def _density(self, step: int) -> float:
+        density = float(self.density(step))
+        if not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {density} from the schedule at step {step}")
+        return density
+
+    def _compress(self, accumulator: Accumulator, job: Job, density: float) -> SparseVector:
+        by_layer = self.compressor.scope == "layer"
+        groups = accumulator.split() if by_layer else [accumulator]
+        picked = []
+        for group, name in zip(groups, job.names if by_layer else [job.name], strict=True):
+            capacity = self.compressor.capacity(group.numel, density)
+            picked.append(self.compressor.compress(group, capacity, Draw(self._seed, job.step, name)))
+        return concatenate(picked)
+
+    def _refuse(self, job: Job, density: float) -> Picked:
+        """A payload of the usual size that says NaN: every rank learns of it in the same exchange, no memory does."""
+        sent = wire = None
+        whole = [x for x in job.inputs if density == 1]
+        if job.names and density < 1:
+            sizes = [x.numel() for x in job.inputs]
+            sizes = sizes if self.compressor.scope == "layer" else [sum(sizes)]
+            capacity = sum(self.compressor.capacity(size, density) for size in sizes)
+            device, dtype = job.inputs[0].device, index_dtype(sum(sizes))
+            values = torch.full((capacity,), torch.nan, device=device)
+            # the first entries, so that the payload keeps the invariants of a sparse vector
+            sent = SparseVector(values, torch.arange(capacity, dtype=dtype, device=device), sum(sizes))
+            wire = self._codec.encode(sent)
+        return Picked(job, density, sent, wire, _flat([*whole, *job.dense_inputs], job), finite=False)
+
+    def _count(self, stage: str, start: float) -> None:
+        self.totals.seconds[stage] += time.perf_counter() - start
+
+    def _total(self, picked: Picked) -> None:
+        self.last[picked.job.name] = picked
+        self.totals.exchanges += 1
+        self.totals.entries += picked.tail.numel() + (picked.sent.capacity if picked.sent is not None else 0)
+        self.totals.numel += sum(x.numel() for x in (*picked.job.inputs, *picked.job.dense_inputs))
+
+
+class _TimedCodec:
+    """A codec that adds up the time spent decoding, which happens inside the communicator."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.seconds = 0.0
+
+    def nbytes(self, numel: int, capacity: int) -> int:
+        return self._codec.nbytes(numel, capacity)
+
+    def encode(self, vector: SparseVector) -> Tensor:
+        return self._codec.encode(vector)
+
+    def decode(self, wire: Tensor, numel: int, capacity: int) -> SparseVector:
+        start = time.perf_counter()
+        out = self._codec.decode(wire, numel, capacity)
+        self.seconds += time.perf_counter() - start
+        return out
+
+
+def _finite(vectors: Sequence[Tensor]) -> bool:
+    if not vectors:
+        return True
+    sums = torch.stack([vector.sum(dtype=torch.float32) for vector in vectors])
+    return bool(torch.isfinite(sums).all())
+
+
+def _flat(pieces: Sequence[Tensor], job: Job) -> Tensor:
+    if pieces:
+        return torch.cat([piece.float() for piece in pieces])
+    device = job.inputs[0].device if job.inputs else None
+    return torch.zeros(0, device=device)

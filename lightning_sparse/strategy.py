@@ -1,0 +1,278 @@
+"""SparseDDP: what both Lightning trees' SparseDDPStrategy have in common; connects a tap and its reducer to a run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.optim import SGD, Optimizer
+
+from lightning_sparse.codecs import Raw
+from lightning_sparse.communicators import AllGather, ProcessGroup
+from lightning_sparse.communicators.process_group import ring_bytes
+from lightning_sparse.compressors import TopK
+from lightning_sparse.memory import Residual
+from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.schedules import constant
+from lightning_sparse.sync import Gradients, Updates
+from lightning_sparse.sync.buffers import broadcast_state
+from lightning_sparse.sync.gradients import GradientsTap
+from lightning_sparse.sync.updates_tap import UpdatesTap
+
+log = logging.getLogger(__name__)
+
+
+class SparseDDP:
+    """Data-parallel training over a sparse exchange; mixed into each Lightning tree's ``DDPStrategy``.
+
+    Args:
+        density: fraction of the large parameters' entries that each rank sends per exchange, in (0, 1], or a schedule
+            from step to fraction. 1 is a plain dense all-reduce.
+        exchange: ``"auto"`` (``Gradients()`` if every optimizer is ``torch.optim.SGD``, else ``Updates()``), or one of
+            the two with its options.
+        compressor: which entries; default ``TopK()``.
+        memory: what happens to the rest, for ``Gradients``; default ``Residual()``. ``Updates`` has no use for one.
+        codec: which bytes; default ``Raw()``.
+        communicator: how ranks average; default ``AllGather()``.
+        seed: of the counter-based draws that sampling uses.
+        **kwargs: everything ``DDPStrategy`` takes, except another communication hook or model averaging.
+
+    Raises:
+        ValueError, TypeError: on any argument out of range or of the wrong kind, before ranks talk to each other.
+    """
+
+    def __init__(
+        self,
+        density: float | Schedule = 0.01,
+        exchange: str | Gradients | Updates = "auto",
+        compressor: Compressor | None = None,
+        memory: Memory | None = None,
+        codec: Codec | None = None,
+        communicator: Communicator | None = None,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        _check(density, exchange, compressor, memory, codec, communicator)
+        _check_ddp(kwargs)
+        super().__init__(**kwargs)
+        self._density = density
+        self._exchange = exchange
+        self._compressor = compressor if compressor is not None else TopK()
+        self._memory = memory
+        self._codec = codec if codec is not None else Raw()
+        self._communicator = communicator if communicator is not None else AllGather()
+        self._seed = seed
+        self.tap: GradientsTap | UpdatesTap | None = None
+        self.reducer: Reducer | None = None
+        self._transport: ProcessGroup | None = None
+        self._summary: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        # Lightning prints this when a Trainer of the other tree is given this strategy
+        tree = type(self).__mro__[2].__module__.split(".strategies")[0]
+        other = _OTHER[tree]
+        return (
+            f"<SparseDDPStrategy for {tree}.Trainer; for {other}.Trainer use"
+            f" {_HOME[other]}.SparseDDPStrategy or strategy='sparse_ddp'>"
+        )
+
+    def configure_ddp(self) -> None:
+        """Nothing yet: what to wrap depends on the optimizers, which come later."""
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as ``DDPStrategy`` does, then connect the tap that suits the optimizers."""
+        if trainer.state.fn != "fit":
+            super().setup(trainer)  # type: ignore[misc]
+            return
+        module = self._module
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError(
+                f"SparseDDPStrategy: expected a module with trainable parameters, got {type(module).__name__} with none:"
+                " unfreeze a parameter, or use a strategy for one device"
+            )
+        super().setup(trainer)  # type: ignore[misc]
+        self._connect(trainer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
+        if self.tap is not None:
+            self.tap.before_step(optimizer)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        if self.tap is not None:
+            self.tap.after_step(optimizer)
+        return output
+
+    def enter_shared(self) -> None:
+        """Show what is equal on all ranks in the module. Every rank calls it."""
+        if self.tap is not None:
+            self.tap.enter_shared()
+
+    def on_validation_end(self) -> None:
+        """Return to this rank's own weights, after everybody else's hooks."""
+        super().on_validation_end()  # type: ignore[misc]
+        if self.tap is not None:
+            self.tap.leave_shared()
+
+    def finish(self) -> None:
+        """Training is over: the module keeps what is equal on all ranks. Every rank calls it."""
+        if self.tap is not None:
+            self.tap.finish()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights that go into checkpoints: equal on all ranks."""
+        if not isinstance(self.tap, UpdatesTap):
+            return super().lightning_module_state_dict()  # type: ignore[misc]
+        with self.tap.shared(buffers=sys.exc_info()[0] is None):
+            state = super().lightning_module_state_dict()  # type: ignore[misc]
+            return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """What was exchanged in the last ``fit``, on this rank.
+
+        Returns:
+            ``exchange``, ``world_size``, ``density`` (achieved), ``steps``, ``bytes_per_step`` (sent + received by this
+            rank, everything included), ``dense_bytes_per_step`` (what a ring all-reduce of the same float32 gradients
+            moves), ``seconds`` (by stage, per step). Empty before the first ``fit`` and in the parent of spawned ranks.
+        """
+        return self._summarise() if self.reducer is not None else self._summary
+
+    def teardown(self) -> None:
+        """Stop the worker, give the process group up, and tear down as ``DDPStrategy`` does."""
+        if self.reducer is not None and self._transport is not None:
+            self._summary = self._summarise()
+            self.reducer.close()
+            self._transport.close()
+        self.tap = self.reducer = self._transport = None
+        super().teardown()  # type: ignore[misc]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As ``DDPStrategy``, but naming our strategies where it advises its own."""
+        super().on_exception(exception)  # type: ignore[misc]
+        if exception.args and isinstance(exception.args[0], str):
+            advice = exception.args[0].replace("'ddp_find_unused", "'sparse_ddp_find_unused")
+            advice = advice.replace("strategy=DDPStrategy(", "strategy=SparseDDPStrategy(")
+            exception.args = (advice, *exception.args[1:])
+
+    @property
+    def _module(self) -> nn.Module:
+        return self.lightning_module  # type: ignore[attr-defined, no-any-return]
+
+    def _connect(self, trainer: Any) -> None:
+        optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
+        config = self._choose(optimizers)
+        if self.world_size == 1:
+            log.info("sparse_ddp: one rank, nothing to exchange")
+            super().configure_ddp()  # type: ignore[misc]
+            return
+        self._transport = ProcessGroup(self._timeout, self._process_group_backend)
+        density = self._density if callable(self._density) else constant(float(self._density))
+        self.reducer = Reducer(
+            self._compressor,
+            self._codec,
+            self._communicator,
+            self._transport,
+            density,
+            self.root_device,
+            self._seed,
+        )
+        if isinstance(config, Gradients):
+            memory = self._memory if self._memory is not None else Residual()
+            unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
+            self.tap = GradientsTap(config, self.reducer, memory, self._module, unused)
+            super().configure_ddp()  # type: ignore[misc]
+        else:
+            broadcast_state(self._module, self._transport)
+            self.tap = UpdatesTap(config, self.reducer, self._transport, self._module, optimizers, is_linear)
+            trainer.callbacks.insert(0, self._first_callback())
+        if self.is_global_zero:
+            log.info(
+                f"sparse_ddp: {config} over {self.world_size} ranks, density {self._density},"
+                f" {self._compressor}, {self._codec}, {self._communicator}"
+            )
+
+    def _choose(self, optimizers: list[Optimizer]) -> Gradients | Updates:
+        if not isinstance(self._exchange, str):
+            chosen = self._exchange
+        elif all(is_linear(optimizer) for optimizer in optimizers):
+            chosen = Gradients()
+        else:
+            chosen = Updates()
+        if isinstance(chosen, Updates) and self._memory is not None:
+            raise ValueError(
+                f"SparseDDPStrategy: expected no memory with Updates, which keeps what was not sent in the weights,"
+                f" got {self._memory}: pass exchange=Gradients() to use it"
+            )
+        return chosen
+
+    def _register_ddp_hooks(self) -> None:
+        # DDPStrategy registers a hook on CUDA only, silently
+        if isinstance(self.tap, GradientsTap):
+            self.model.register_comm_hook(None, self.tap.hook)
+
+    def _summarise(self) -> dict[str, Any]:
+        if self.tap is None or self.reducer is None or self._transport is None:
+            return {}
+        totals, steps = self.reducer.totals, max(1, self.tap.steps)
+        parameters = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        return {
+            "exchange": self.tap.name,
+            "world_size": self.world_size,
+            "density": totals.entries / max(1, totals.numel),
+            "steps": self.tap.steps,
+            "bytes_per_step": self._transport.bytes / steps,
+            "dense_bytes_per_step": ring_bytes(4 * parameters, self.world_size),
+            "seconds": {stage: seconds / steps for stage, seconds in totals.seconds.items()},
+        }
+
+
+_OTHER = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}
+_HOME = {"pytorch_lightning": "lightning_sparse", "lightning.pytorch": "lightning_sparse.lightning"}
+
+
+def is_linear(optimizer: Optimizer) -> bool:
+    """Whether the step is linear in the gradient, so that delaying a part of it only delays its effect."""
+    return type(optimizer) is SGD
+
+
+def _check(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
+    if not callable(density) and not (isinstance(density, (int, float)) and 0 < density <= 1):
+        raise ValueError(f"SparseDDPStrategy: density must be in (0, 1] or a schedule, got {density!r}")
+    if not (exchange == "auto" or isinstance(exchange, (Gradients, Updates))):
+        raise ValueError(
+            f"SparseDDPStrategy: exchange must be 'auto', Gradients(...) or Updates(...), got {exchange!r}"
+        )
+    seams = (
+        ("compressor", compressor, Compressor, "TopK()"),
+        ("memory", memory, Memory, "Residual()"),
+        ("codec", codec, Codec, "Raw()"),
+        ("communicator", communicator, Communicator, "AllGather()"),
+    )
+    for name, value, protocol, example in seams:
+        if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
+            raise TypeError(f"SparseDDPStrategy: {name} must be an object such as {example}, got {value!r}")
+
+
+def _check_ddp(kwargs: dict[str, Any]) -> None:
+    advice = "sparse_ddp registers its own hook; use strategy='ddp' for another one"
+    for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"SparseDDPStrategy: expected no {name}, got {kwargs[name]!r}: {advice}")
+    state = kwargs.get("ddp_comm_state")
+    if isinstance(state, PostLocalSGDState) or kwargs.get("model_averaging_period") is not None:
+        raise ValueError(
+            "SparseDDPStrategy: expected no post-local SGD (ddp_comm_state, model_averaging_period), got it:"
+            " use exchange=Updates(every=H) for local steps"
+        )
+    if state is not None:
+        raise ValueError(f"SparseDDPStrategy: expected no ddp_comm_state, got {state!r}: {advice}")
+    if kwargs.get("mixed_precision") is not None:
+        raise ValueError(
+            f"SparseDDPStrategy: expected no DDP mixed_precision, got {kwargs['mixed_precision']!r}:"
+            " it registers a hook of its own; use Trainer(precision='bf16-mixed')"
+        )

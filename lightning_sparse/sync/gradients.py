@@ -1,0 +1,165 @@
+"""Gradients: DDP's buckets are exchanged sparsely during the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.protocols import Memory
+from lightning_sparse.reducer import Job, Outcome, Reducer
+from lightning_sparse.sync.flat import is_small
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Average gradients, with error feedback. Exact at density 1; right for SGD, with or without momentum.
+
+    Every rank applies the same mean gradient, so the weights are bit-equal on all ranks at all times.
+
+    Args:
+        dense_below: parameters of fewer elements, and all vectors, are averaged densely.
+
+    Example:
+        >>> Gradients().name
+        'gradients'
+    """
+
+    dense_below: int = 1024
+    name: str = field(init=False, default="gradients")
+
+    def __post_init__(self) -> None:
+        if self.dense_below < 0:
+            raise ValueError(f"Gradients: dense_below must be at least 0, got {self.dense_below}")
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    names: list[str]
+    pieces: list[Tensor]
+    future: torch.futures.Future[Tensor]
+    is_rows: bool
+
+
+class GradientsTap:
+    """Turns DDP's bucket hook into jobs for the reducer.
+
+    Args:
+        config: the options.
+        reducer: does the work.
+        memory: keeps what is not sent.
+        module: whose ``named_parameters`` give the names.
+        find_unused: parameters without any gradient keep their residual for later, as DDP discards what it is given.
+    """
+
+    name = "gradients"
+
+    def __init__(
+        self, config: Gradients, reducer: Reducer, memory: Memory, module: nn.Module, find_unused: bool
+    ) -> None:
+        self.steps = 0
+        self.watch: Callable[[int], bool] = lambda step: False
+        self._config = config
+        self._reducer = reducer
+        self._memory = memory
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._find_unused = find_unused
+        self._waiting: list[_Bucket] = []
+        self._squares = 0.0
+        self._norm = 0.0
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's communication hook; DDP asks for this signature."""
+        if bucket.index() == 0:
+            self._norm, self._squares = self._squares**0.5, 0.0
+            self.steps += 1
+        entry = self._open(bucket)
+        if self.watch(self.steps - 1):
+            self._squares += float(entry.flat.double().square().sum())
+        self._waiting.append(entry)
+        # a selection over the model needs every bucket; backward ends before any of them is sent
+        if self._reducer.compressor.scope != "model" or bucket.is_last():
+            buckets, self._waiting = self._waiting, []
+            self._submit(f"bucket {bucket.index()}", buckets)
+        return entry.future
+
+    def before_step(self, optimizer: Any) -> None:
+        """Nothing: the exchange happens in the backward pass."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """Nothing: the exchange happens in the backward pass."""
+
+    def enter_shared(self) -> None:
+        """Nothing: weights are equal on all ranks."""
+
+    def leave_shared(self) -> None:
+        """Nothing: weights are equal on all ranks."""
+
+    def finish(self) -> None:
+        """Nothing: weights are equal on all ranks."""
+
+    def norms(self) -> dict[str, float]:
+        return {"left": self._memory.norm(), "input": (self._squares or self._norm**2) ** 0.5}
+
+    def _open(self, bucket: dist.GradBucket) -> _Bucket:
+        buffer = bucket.buffer()
+        devices = [buffer.device] if buffer.is_cuda else None
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        if buffer.is_sparse:
+            rows = buffer.coalesce().to_dense()
+            return _Bucket(rows, names, [rows], future, is_rows=True)
+        return _Bucket(buffer, names, list(bucket.gradients()), future, is_rows=False)
+
+    def _submit(self, name: str, buckets: list[_Bucket]) -> None:
+        sparse: dict[str, Tensor] = {}
+        dense: dict[str, Tensor] = {}
+        for bucket in buckets:
+            for parameter, piece in zip(bucket.names, bucket.pieces, strict=True):
+                target = dense if is_small(piece, self._config.dense_below) else sparse
+                target[parameter] = piece.view(-1)
+        idle = [n for n, x in {**sparse, **dense}.items() if not x.any()] if self._find_unused else []
+        job = Job(
+            name,
+            self.steps - 1,
+            self._memory,
+            list(sparse),
+            list(sparse.values()),
+            list(dense),
+            list(dense.values()),
+            idle,
+        )
+        done = self._reducer.submit(job, lambda outcome: _write_back(outcome, buckets))
+
+        def fail(_: Any) -> None:
+            if (error := done.exception()) is not None:
+                for bucket in buckets:
+                    bucket.future.set_exception(error)  # type: ignore[arg-type]
+
+        done.add_done_callback(fail)
+
+
+def _write_back(outcome: Outcome, buckets: list[_Bucket]) -> None:
+    job = outcome.picked.job
+    for bucket in buckets:
+        bucket.flat.zero_()
+    whole = [*job.inputs, *job.dense_inputs] if outcome.mean is None else job.dense_inputs
+    for piece, mean in zip(whole, outcome.tail.split([x.numel() for x in whole]), strict=True):
+        piece.copy_(mean)
+    if outcome.mean is not None:
+        for part in outcome.mean.parts:
+            scatter_add_(job.inputs, part.values, part.indices, alpha=outcome.mean.scale)
+    for bucket in buckets:
+        bucket.future.set_result(_rows(bucket.flat) if bucket.is_rows else bucket.flat)
+
+
+def _rows(dense: Tensor) -> Tensor:
+    """A COO tensor of the rows in which anything is not zero."""
+    live = dense.flatten(1).any(dim=1).nonzero()  # [r, 1]
+    return torch.sparse_coo_tensor(live.T, dense[live[:, 0]], dense.shape, is_coalesced=True, check_invariants=False)

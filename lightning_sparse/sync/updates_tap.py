@@ -1,0 +1,219 @@
+"""UpdatesTap: takes progress after optimizer steps, merges what comes back, and shows the anchor where it counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.protocols import Schedule, Transport
+from lightning_sparse.reducer import Job, Outcome, Reducer
+from lightning_sparse.schedules import constant
+from lightning_sparse.sync.anchor import Anchor
+from lightning_sparse.sync.buffers import share_buffers
+from lightning_sparse.sync.flat import flat_view, is_small
+from lightning_sparse.sync.updates import Updates
+
+
+class _Group:
+    """The parameters of one optimizer, their anchor, and the exchange in flight."""
+
+    def __init__(self, name: str, eta: Schedule) -> None:
+        self.name = name
+        self.steps = 0
+        self.exchanges = 0
+        self.eta = eta
+        self.known = 0
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.anchor = Anchor()
+        self.flight: Future[Outcome] | None = None
+        self.own: list[Tensor] = []
+
+    def add(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters.update(parameters)
+        self.anchor.add(list(parameters), self.views(list(parameters)))
+
+    def views(self, names: Sequence[str]) -> list[Tensor]:
+        # taken anew each time: the storage of a parameter may change between steps
+        return [flat_view(self.parameters[name]) for name in names]
+
+
+class UpdatesTap:
+    """The anchor form of the exchange, one group for each optimizer.
+
+    Args:
+        config: the options.
+        reducer: does the work.
+        transport: for buffers of the module at shared points.
+        module: whose weights are trained, equal on all ranks now.
+        optimizers: in the same order on every rank.
+        is_linear: whether an optimizer is linear in the gradient, for the default anchor step.
+    """
+
+    name = "updates"
+
+    def __init__(
+        self,
+        config: Updates,
+        reducer: Reducer,
+        transport: Transport,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        is_linear: Callable[[Optimizer], bool],
+    ) -> None:
+        self.watch: Callable[[int], bool] = lambda step: False
+        self._config = config
+        self._reducer = reducer
+        self._transport = transport
+        self._module = module
+        self._groups: dict[int, _Group] = {}
+        self._shared = False
+        self._finished = False
+        self._before: list[Tensor] | None = None
+        self._norm = 0.0
+        self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
+        for position, optimizer in enumerate(optimizers):
+            default = 1.0 if is_linear(optimizer) else math.sqrt(transport.world_size)
+            eta = config.anchor_step if config.anchor_step is not None else default
+            group = _Group(f"optimizer {position}", eta if callable(eta) else constant(float(eta)))
+            self._groups[id(optimizer)] = group
+            self._adopt(group, optimizer)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the first optimizer."""
+        return next(iter(self._groups.values())).steps
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        group = self._groups[id(optimizer)]
+        self._adopt(group, optimizer)
+        self._before = None
+        if self.watch(group.steps):
+            self._before = [view.clone() for view in group.views(list(group.parameters))]
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        group = self._groups[id(optimizer)]
+        if self._before is not None:
+            moved = zip(group.views(list(group.parameters)), self._before, strict=True)
+            self._norm = math.sqrt(sum(float((p - before).double().square().sum()) for p, before in moved))
+        group.steps += 1
+        if group.steps % self._config.every:
+            return
+        self._merge(group)
+        small = {name for name, p in group.parameters.items() if is_small(p, self._config.dense_below)}
+        sparse, dense = [n for n in group.parameters if n not in small], [n for n in group.parameters if n in small]
+        job = Job(
+            group.name, group.exchanges, group.anchor, sparse, group.views(sparse), dense, group.views(dense)
+        )
+        group.exchanges += 1
+        # picked here and not on the worker: the next step changes the weights
+        group.flight = self._reducer.submit_picked(self._reducer.pick(job))
+        if not self._config.overlap:
+            self._merge(group)
+
+    def enter_shared(self) -> None:
+        self._enter(buffers=True)
+
+    @torch.no_grad()
+    def leave_shared(self) -> None:
+        if not self._shared:
+            return
+        self._shared = False
+        for group in self._groups.values():
+            for view, own in zip(group.views(list(group.parameters)), group.own, strict=True):
+                view.copy_(own)
+            group.own = []
+
+    @contextmanager
+    def shared(self, buffers: bool) -> Iterator[None]:
+        """The module shows the anchor inside the block; with ``buffers``, every rank must enter it."""
+        if self._shared or self._finished:
+            yield
+            return
+        self._enter(buffers)
+        try:
+            yield
+        finally:
+            self.leave_shared()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self.leave_shared()
+        self._show_anchor(keep=False)
+        share_buffers(self._module, self._transport)
+        self._finished = True
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, float]:
+        squares = 0.0
+        for group in self._groups.values():
+            names = list(group.parameters)
+            for view, anchor in zip(group.views(names), group.anchor.of(names), strict=True):
+                squares += float((view.float() - anchor).double().square().sum())
+        return {"left": math.sqrt(squares), "input": self._norm}
+
+    def _adopt(self, group: _Group, optimizer: Optimizer) -> None:
+        """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
+        count = sum(len(entry["params"]) for entry in optimizer.param_groups)
+        if count == group.known:
+            return
+        group.known = count
+        mine = [id(p) for entry in optimizer.param_groups for p in entry["params"]]
+        # a parameter of two optimizers belongs to the first
+        group.add(dict(self._unowned.pop(key) for key in mine if key in self._unowned))
+
+    @torch.no_grad()
+    def _enter(self, buffers: bool) -> None:
+        if self._shared or self._finished:
+            return
+        self._shared = True
+        self._show_anchor(keep=True)
+        if buffers:
+            share_buffers(self._module, self._transport)
+
+    def _show_anchor(self, keep: bool) -> None:
+        for group in self._groups.values():
+            self._merge(group)
+            names = list(group.parameters)
+            views = group.views(names)
+            group.own = [view.clone() for view in views] if keep else []
+            for view, anchor in zip(views, group.anchor.of(names), strict=True):
+                view.copy_(anchor)
+
+    @torch.no_grad()
+    def _merge(self, group: _Group) -> None:
+        """Wait for the exchange in flight and add its mean to the anchor and to this rank's weights."""
+        if group.flight is None:
+            return
+        outcome, group.flight = group.flight.result(), None
+        if not outcome.finite:
+            raise FloatingPointError(
+                f"Updates: expected finite weights on every rank, got NaN or inf on at least one after"
+                f" {group.steps} steps ({group.name}); the anchor is untouched: lower the learning rate or clip"
+            )
+        picked = outcome.picked
+        eta = float(group.eta(picked.job.step))
+        # the names of the job, not of the group: the optimizer may have got more parameters since
+        sparse, dense = picked.job.names, picked.job.dense_names
+        weights, anchors = group.views(sparse), group.anchor.of(sparse)
+        if outcome.mean is not None and picked.sent is not None:
+            for part in outcome.mean.parts:
+                for targets in (anchors, weights):
+                    scatter_add_(targets, part.values, part.indices, alpha=eta * outcome.mean.scale)
+            scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
+        names = [*([] if outcome.mean is not None else sparse), *dense]
+        views, anchors = group.views(names), group.anchor.of(names)
+        sizes = [view.numel() for view in views]
+        rows = zip(views, anchors, outcome.tail.split(sizes), picked.tail.split(sizes), strict=True)
+        for view, anchor, mean, sent in rows:
+            anchor.add_(mean, alpha=eta)
+            view.add_(mean, alpha=eta).sub_(sent)

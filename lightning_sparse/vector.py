@@ -1,0 +1,65 @@
+"""SparseVector: k entries of a flat vector, padded to a capacity that every rank can compute beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """Entries picked from a flat vector of ``numel`` elements.
+
+    Invariants: entries whose value is not zero have unique indices in [0, numel) in ascending order and come first;
+    padding (value 0, index 0) follows. Both tensors have the same length, the capacity.
+
+    Args:
+        values: [capacity] float32.
+        indices: [capacity] int32, or int64 where numel does not fit.
+        numel: length of the vector the entries were picked from.
+
+    Example:
+        >>> vector = SparseVector(torch.tensor([2.0, 0.0]), torch.tensor([1, 0], dtype=torch.int32), 3)
+        >>> vector.dense().tolist()
+        [0.0, 2.0, 0.0]
+    """
+
+    values: Tensor
+    indices: Tensor
+    numel: int
+
+    @property
+    def capacity(self) -> int:
+        """Entries the payload can hold."""
+        return self.values.numel()
+
+    def dense(self) -> Tensor:
+        """The vector with zeros everywhere else: [numel] float32. For tests and small vectors."""
+        out = torch.zeros(self.numel, dtype=torch.float32, device=self.values.device)
+        return out.index_add_(0, self.indices.long(), self.values) if self.numel else out
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """The integer type that indices of a vector of ``numel`` elements travel in."""
+    return torch.int32 if numel < 2**31 else torch.int64
+
+
+def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Join vectors end to end; the indices of each are shifted by the lengths before it."""
+    if len(vectors) == 1:
+        return vectors[0]
+    numel = sum(vector.numel for vector in vectors)
+    dtype = index_dtype(numel)
+    values = torch.cat([vector.values for vector in vectors])  # [capacity]
+    shifted, offset = [], 0
+    for vector in vectors:
+        shifted.append(vector.indices.to(torch.int64) + offset)
+        offset += vector.numel
+    # padding of every vector moves behind the last real entry; a stable sort keeps the rest in order
+    order = torch.where(values == 0, numel, torch.cat(shifted)).argsort(stable=True)
+    values = values[order]
+    indices = torch.cat(shifted)[order].masked_fill_(values == 0, 0)
+    return SparseVector(values, indices.to(dtype), numel)
