@@ -1,0 +1,91 @@
+"""The torch half that the select ops share: pick and collect, one cache-sized block at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# Two fp32 blocks and a mask fit the second-level cache of one core.
+BLOCK = 1 << 17
+
+# The least positive fp32: |x| reaches it unless x is zero or NaN.
+_TINY = 2.0**-149
+
+
+def compact_blocks(
+    fill: Callable[[int, int, int, Tensor], object],
+    bounds: Sequence[int],
+    threshold: Tensor,
+    capacity: int,
+    start: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Picks among what `fill(piece, begin, end, out)` writes to `out`, called once for every entry of every piece."""
+    numel, limit = bounds[-1], max(float(threshold), _TINY)
+    values = torch.zeros(capacity, dtype=torch.float32)  # [capacity]
+    indices = torch.zeros(capacity, dtype=dtype)  # [capacity]
+    size = min(BLOCK, -(-numel // 8) * 8)
+    scratch = torch.empty(size), torch.empty(size), torch.empty(size, dtype=torch.bool)
+
+    found: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    count = taken = 0
+    # The entries from `start` on have the first claim on the capacity, those before it the second.
+    for side, (low, high) in enumerate([(start, numel), (0, start)]):
+        for begin in range(low, high, BLOCK):
+            end = min(begin + BLOCK, high)
+            x, picked = _pick(fill, bounds, begin, end, limit, scratch)
+            if taken == capacity:
+                count += int(torch.count_nonzero(picked[: end - begin]))
+                continue
+            positions = _positions(picked)  # [picked] int64
+            count += positions.numel()
+            positions = positions[: capacity - taken]
+            taken += positions.numel()
+            found[side].append((x.index_select(0, positions), positions + begin))
+    chunks = found[1] + found[0]
+    if taken:
+        torch.cat([chunk for chunk, _ in chunks], out=values[:taken])
+        indices[:taken] = torch.cat([chunk for _, chunk in chunks])
+    return values, indices, torch.tensor(count)
+
+
+def parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(piece, begin in it, end in it) of the parts of pieces that make up entries begin to end of the vector."""
+    piece = bisect_right(bounds, begin) - 1
+    while begin < end:
+        stop = min(end, bounds[piece + 1])
+        if begin < stop:
+            yield piece, begin - bounds[piece], stop - bounds[piece]
+        begin, piece = stop, piece + 1
+
+
+def _pick(
+    fill: Callable[[int, int, int, Tensor], object],
+    bounds: Sequence[int],
+    begin: int,
+    end: int,
+    limit: float,
+    scratch: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    size, done = end - begin, 0
+    x, magnitude, picked = scratch
+    for piece, low, high in parts(bounds, begin, end):
+        fill(piece, low, high, x[done : done + high - low])
+        done += high - low
+    torch.abs(x[:size], out=magnitude[:size])
+    torch.ge(magnitude[:size], limit, out=picked[:size])
+    padded = picked[: -(-size // 8) * 8]
+    padded[size:] = False
+    return x, padded
+
+
+def _positions(picked: Tensor) -> Tensor:
+    """Where `picked` is true, ascending; its size is a multiple of 8."""
+    # Few words of 8 mask bytes have a true one, so most of the mask is read 8 entries at a time.
+    words = picked.view(torch.int64)  # [size / 8]
+    live = words.nonzero().view(-1)
+    places = words[live].view(torch.bool).nonzero().view(-1)
+    return live[places >> 3].mul_(8).add_(places & 7)
