@@ -171,6 +171,7 @@ def main(
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")
     for tree in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric"):
         logging.getLogger(tree).setLevel(logging.WARNING)
     if not options.quiet:

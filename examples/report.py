@@ -31,7 +31,7 @@ def table(rows: list[Row]) -> Table:
     lines.add_row("density", *(f"{row['density']:.4g}" for row in rows))
     for key in first:
         if key.startswith("val_"):
-            lines.add_row(key.removeprefix("val_").replace("_", " "), *(f"{row[key]:.4f}" for row in rows))
+            lines.add_row(key.replace("val_", "validation ").replace("_", " "), *(f"{row[key]:.4f}" for row in rows))
     lines.add_row("seconds per step", *(f"{row['seconds_per_step']:.4f}" for row in rows))
     lines.add_row("MB per step and rank", *(f"{row['bytes_per_step'] / 1e6:.4f}" for row in rows))
     lines.add_row("fewer bytes than dense", *(_factor(row) for row in rows))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cli import make_parser, parse
 from common import Row, main
 from corpus import VALIDATION_SEED, Windows, read
+from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -68,7 +69,7 @@ class GPT(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.AdamW(self.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=0.01)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
