@@ -1,0 +1,72 @@
+"""The command line the example scripts share, and the strategy it asks for."""
+
+import argparse
+from typing import Any
+
+import torch
+from pytorch_lightning.strategies import Strategy
+
+SPARSE = "sparse_ddp"
+
+
+def make_parser(description: str, *, max_steps: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
+    """Returns the command line both scripts understand."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--strategy", default=SPARSE, help="Lightning strategy, such as sparse_ddp or ddp")
+    parser.add_argument("--compare", metavar="STRATEGY", help="train again with this strategy, same seed and data")
+    parser.add_argument("--exchange", choices=["auto", "gradients", "updates"], default="auto", help="what ranks send")
+    parser.add_argument("--memory", choices=["residual", "momentum"], default="residual", help="for gradients only")
+    parser.add_argument("--density", type=float, default=0.01, help="fraction of entries sent, in (0, 1]")
+    parser.add_argument("--anchor-step", type=float, help="for updates only; unset: the strategy's default")
+    parser.add_argument("--every", type=int, help="steps between exchanges, for updates only")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="for updates only")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", type=int, help="ranks; unset: every GPU, or 2 CPU processes below two GPUs")
+    parser.add_argument("--threads", type=int, help="CPU threads of one rank; unset: cores / ranks")
+    parser.add_argument("--max-steps", type=int, default=max_steps)
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="examples per rank and step")
+    parser.add_argument("--lr", type=float, default=lr)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="draw validation loss over steps and bytes there (PNG)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar, no log")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line, refuses what does not fit together, and fills in the devices."""
+    options = parser.parse_args()
+    if options.memory == "momentum" and options.exchange != "gradients":
+        parser.error("--memory momentum needs --exchange gradients")
+    if options.exchange != "updates" and updates_arguments(options):
+        parser.error("--every, --anchor-step and --overlap need --exchange updates")
+    for name in ("max_steps", "batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.devices is None:
+        gpus = torch.cuda.device_count() if options.accelerator in ("auto", "gpu", "cuda") else 0
+        if options.accelerator == "auto" and gpus < 2:
+            options.accelerator = "cpu"
+        options.devices = 2 if options.accelerator == "cpu" else max(1, gpus)
+    return options
+
+
+def updates_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `Updates` that were given on the command line."""
+    given = {"every": options.every, "anchor_step": options.anchor_step, "overlap": options.overlap}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
+    """Returns what `Trainer(strategy=...)` takes: the name, or our strategy with the options of the command line."""
+    if name != SPARSE:
+        return name
+    from lightning_sparse import Gradients, MomentumResidual, SparseDDPStrategy, Updates
+
+    exchange: str | Gradients | Updates = "auto"
+    if options.exchange == "gradients":
+        exchange = Gradients()
+    elif options.exchange == "updates":
+        exchange = Updates(**updates_arguments(options))
+    memory = MomentumResidual(0.9) if options.memory == "momentum" else None
+    return SparseDDPStrategy(density=options.density, exchange=exchange, memory=memory)

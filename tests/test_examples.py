@@ -1,0 +1,163 @@
+"""The example scripts, run as a user runs them, with two processes."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+KEYS = {
+    "strategy",
+    "exchange",
+    "density",
+    "bytes_per_step",
+    "dense_bytes_per_step",
+    "val_loss",
+    "steps",
+    "seconds_per_step",
+    "train_seconds",
+    "parameters",
+    "ranks_equal",
+    "world_size",
+    "seed",
+    "batch_size",
+    "lr",
+    "versions",
+}
+
+
+def run(script: str, *arguments: str, cwd: Path) -> Any:
+    """Runs a script on two CPU processes from another directory and returns what it wrote as JSON."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / script), "--accelerator", "cpu", "--devices", "2", "--quiet"]
+    command += ["--batch-size", "2", "--json", "out/result.json", *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "seconds per step" in done.stdout
+    return json.loads((cwd / "out/result.json").read_text())
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the examples as the scripts do."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in {"cli", "common", "corpus", "report", "train_digits", "train_lm"} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sparse_ddp"])
+def test_lm_reports_a_flat_result(strategy: str, tmp_path: Path) -> None:
+    row = run("train_lm.py", "--strategy", strategy, "--max-steps", "3", cwd=tmp_path)
+    assert set(row) == KEYS | {"val_bits_per_byte", "model_size"}
+    assert (row["strategy"], row["steps"], row["world_size"], row["batch_size"]) == (strategy, 3, 2, 2)
+    assert row["exchange"] == {"ddp": "all_reduce", "sparse_ddp": "updates"}[strategy]
+    assert row["parameters"] == 875_520
+    assert row["dense_bytes_per_step"] == 8 * 875_520  # two ranks: half of the vector out and in, twice
+    assert row["ranks_equal"] is True
+    assert row["seconds_per_step"] > 0
+    assert 4 < row["val_loss"] < 7
+    if strategy == "ddp":
+        assert (row["density"], row["bytes_per_step"]) == (1.0, row["dense_bytes_per_step"])
+    else:
+        assert row["bytes_per_step"] < row["dense_bytes_per_step"] / 5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sparse_ddp"])
+def test_digits_reports_accuracy(strategy: str, tmp_path: Path) -> None:
+    row = run("train_digits.py", "--strategy", strategy, "--max-steps", "3", cwd=tmp_path)
+    assert set(row) == KEYS | {"val_accuracy"}
+    assert row["exchange"] == {"ddp": "all_reduce", "sparse_ddp": "gradients"}[strategy]
+    assert 0 <= row["val_accuracy"] <= 1
+
+
+def test_momentum_memory_trains_digits(tmp_path: Path) -> None:
+    row = run("train_digits.py", "--exchange", "gradients", "--memory", "momentum", "--max-steps", "3", cwd=tmp_path)
+    assert row["exchange"] == "gradients"
+
+
+def test_comparing_a_strategy_with_itself_gives_the_same_loss(tmp_path: Path) -> None:
+    arguments = ["--strategy", "ddp", "--compare", "ddp", "--max-steps", "4", "--plot", "out/curve.png"]
+    rows = run("train_digits.py", *arguments, cwd=tmp_path)
+    assert len(rows) == 2
+    assert rows[0]["val_loss"] == rows[1]["val_loss"]
+    assert (tmp_path / "out/curve.png").stat().st_size > 1000
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["curve.png", "out", "result.json"]
+
+
+def test_files_are_split_by_name_alone(load: Any, tmp_path: Path) -> None:
+    corpus = load("corpus")
+    # the modules with crc32(path) % 10 == 0, in reading order: another answer changes every published loss
+    held_out = (1, 17, 18, 21, 24, 28, 31, 7)
+    names = [f"pkg/m{i}.py" for i in range(40)] + ["test/skipped.py", "pkg/tests/skipped.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"<{name}>")
+    train, val = (bytes(text.tolist()).decode() for text in corpus.read(tmp_path))
+    assert sorted((train + val).replace(">", ">\n").split()) == sorted(f"<{name}>" for name in names[:40])
+    assert val == "".join(f"<pkg/m{i}.py>" for i in held_out)
+
+
+def test_library_text_is_several_megabytes(load: Any) -> None:
+    train, val = load("corpus").read()
+    assert train.numel() > 4e6
+    assert 0.03 < val.numel() / train.numel() < 0.3
+
+
+def test_window_depends_on_seed_and_index_only(load: Any) -> None:
+    corpus = load("corpus")
+    text = torch.arange(250, dtype=torch.uint8)
+    short, long = (corpus.Windows(text, 8, seed=3, length=length) for length in (5, 50))
+    for index in range(5):
+        inputs, targets = short[index]
+        assert inputs.tolist() == long[index][0].tolist()
+        assert targets.tolist() == [value + 1 for value in inputs.tolist()]
+    starts = {int(long[index][0][0]) for index in range(50)}
+    assert len(starts) > 35
+    assert starts != {int(corpus.Windows(text, 8, seed=4, length=50)[index][0][0]) for index in range(50)}
+    assert corpus.offset(0, 0) == 9669442505924063346
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("small", 875_520), ("medium", 4_903_168), ("large", 25_548_032)])
+def test_model_size(load: Any, size: str, parameters: int) -> None:
+    model = load("train_lm").GPT(size, lr=1e-3, schedule="cosine", max_steps=10)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_digits_split_is_disjoint_and_covers_all(load: Any) -> None:
+    train, val = load("train_digits").split()
+    assert sorted(train + val) == list(range(1797))
+    assert (len(val), val[:3]) == (360, [665, 62, 438])
+
+
+@pytest.mark.parametrize(("steps", "interval"), [(1, 1), (3, 1), (10, 1), (300, 30), (305, 61), (307, 307)])
+def test_last_step_is_validated(load: Any, steps: int, interval: int) -> None:
+    assert load("common").validation_interval(steps) == interval
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "momentum"], "--memory momentum needs --exchange gradients"),
+        (["--every", "4"], "--every, --anchor-step and --overlap need --exchange updates"),
+        (["--no-overlap", "--exchange", "gradients"], "--every, --anchor-step and --overlap need --exchange updates"),
+        (["--max-steps", "0"], "--max-steps must be at least 1, got 0"),
+    ],
+)
+def test_refuses_options_that_do_not_fit(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    cli = load("cli")
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
+    with pytest.raises(SystemExit):
+        cli.parse(cli.make_parser("", max_steps=1, batch_size=1, lr=0.1))
+    assert message in capsys.readouterr().err
