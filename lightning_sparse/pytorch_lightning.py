@@ -11,6 +11,7 @@ from lightning_sparse.strategy import SparseDDP
 
 class SparseDDPStrategy(SparseDDP, DDPStrategy):
     __doc__ = SparseDDP.__doc__
+    _tree = "pytorch_lightning"
 
     def _first_callback(self) -> Callback:
         return _AnchorFirst()

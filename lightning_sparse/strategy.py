@@ -47,6 +47,8 @@ class SparseDDP:
         ValueError, TypeError: on any argument out of range or of the wrong kind, before ranks talk to each other.
     """
 
+    _tree: str
+
     def __init__(
         self,
         density: float | Schedule = 0.01,
@@ -75,10 +77,9 @@ class SparseDDP:
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree is given this strategy
-        tree = type(self).__mro__[2].__module__.split(".strategies")[0]
-        other = _OTHER[tree]
+        other = _OTHER[self._tree]
         return (
-            f"<SparseDDPStrategy for {tree}.Trainer; for {other}.Trainer use"
+            f"<SparseDDPStrategy for {self._tree}.Trainer; for {other}.Trainer use"
             f" {_HOME[other]}.SparseDDPStrategy or strategy='sparse_ddp'>"
         )
 

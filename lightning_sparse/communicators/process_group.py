@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def ring_bytes(nbytes: int, world_size: int) -> int:
     """Sent + received per rank when a ring all-reduce moves a buffer of ``nbytes`` bytes."""
@@ -34,7 +37,7 @@ class ProcessGroup:
         self.bytes += 2 * (self.world_size - 1) * buffer.nbytes
         out = torch.empty(self.world_size * buffer.numel(), dtype=buffer.dtype, device=buffer.device)
         if buffer.numel():
-            dist.all_gather_into_tensor(out, buffer, group=self._group)
+            _all_gather(out, buffer, group=self._group)
         return out.view(self.world_size, -1) if buffer.numel() else out.view(self.world_size, 0)
 
     def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
