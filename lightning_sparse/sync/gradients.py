@@ -1,7 +1,6 @@
 """Gradients: DDP's buckets are exchanged sparsely during the backward pass."""
 
-from __future__ import annotations
-
+# no postponed annotations here: DDP compares the hook's with its own types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,0 +1,171 @@
+"""What every rank checks with real gloo peers; started by `test_ranks.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sparse.codecs import Raw
+from lightning_sparse.communicators import ProcessGroup
+from lightning_sparse.compressors import SampledTopK, TopK
+from lightning_sparse.memory import Residual
+from lightning_sparse.reducer import Job, Outcome, Reducer
+from lightning_sparse.schedules import constant, piecewise
+from lightning_sparse.vector import SparseVector
+from tests.laws import CODECS, COMMUNICATORS
+
+NUMEL = 5000
+
+
+def normal(seed: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def payload(rank: int, count: int = 100) -> SparseVector:
+    """Some entries of a vector, of this rank's own choice, with padding at the end."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randperm(NUMEL, generator=generator)[: count - 3].sort().values
+    pad = torch.zeros(3)
+    return SparseVector(torch.cat([normal(rank, count - 3), pad]), torch.cat([indices, pad.long()]).int(), NUMEL)
+
+
+def add(parts: list[SparseVector], scale: float) -> Tensor:
+    out = torch.zeros(NUMEL)
+    for part in parts:
+        out.index_add_(0, part.indices.long(), part.values * scale)
+    return out
+
+
+def communicators(transport: ProcessGroup) -> dict[str, Any]:
+    out = {}
+    world = transport.world_size
+    for name, row in COMMUNICATORS.items():
+        for codec_name, codec_row in CODECS.items():
+            communicator, codec = row.build(), codec_row.build()
+            sent = payload(transport.rank)
+            wire = codec.encode(sent)
+            before = transport.bytes
+            mean = communicator.mean(codec.decode(wire, NUMEL, sent.capacity), wire, codec, transport)
+            assert transport.bytes - before == communicator.nbytes(wire.numel(), world), name
+            got = add(mean.parts, mean.scale)
+            decoded = [codec.decode(codec.encode(payload(r)), NUMEL, sent.capacity).dense() for r in range(world)]
+            torch.testing.assert_close(got, torch.stack(decoded).double().mean(0).float(), rtol=1e-6, atol=1e-7)
+            assert mean.rejected is None
+            out[f"{name} {codec_name}"] = got
+    return out
+
+
+class Recorder:
+    """A tap for tests: hands over two parameters and keeps what comes back."""
+
+    def __init__(self, reducer: Reducer, memory: Residual) -> None:
+        self.reducer, self.memory = reducer, memory
+
+    def step(self, step: int, gradient: Tensor, small: Tensor) -> Outcome:
+        names, inputs = ["big", "other"], [gradient[:3000], gradient[3000:]]
+        job = Job("job", step, self.memory, names, inputs, ["small"], [small])
+        return self.reducer.submit(job, lambda outcome: outcome).result()
+
+
+def make(transport: ProcessGroup, density: Any = 0.02, compressor: Any = None) -> Recorder:
+    schedule = density if callable(density) else constant(density)
+    device = torch.device("cpu")
+    communicator = COMMUNICATORS["AllGather"].build()
+    reducer = Reducer(compressor or TopK(), Raw(), communicator, transport, schedule, device)
+    return Recorder(reducer, Residual())
+
+
+def reducer_telescopes(transport: ProcessGroup) -> dict[str, Any]:
+    """Mean of what came in = what came back + mean of what is kept; density 1 at first, then sparse."""
+    out = {}
+    for name, compressor in {"model": TopK(), "layer": TopK(scope="layer"), "sampled": SampledTopK()}.items():
+        tap = make(transport, piecewise({0: 1.0, 2: 0.02}), compressor)
+        came, back, tail = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double(), torch.zeros(9).double()
+        for step in range(12):
+            gradient, small = normal(100 * step + transport.rank), normal(step + transport.rank, 9)
+            came += gradient.double()
+            outcome = tap.step(step, gradient, small)
+            if outcome.mean is None:
+                back += outcome.tail[:NUMEL].double()
+            else:
+                back += add(outcome.mean.parts, outcome.mean.scale).double()
+            tail += outcome.tail[-9:].double()
+        kept = torch.cat([tap.memory.state_dict()["residual"][n] for n in ("big", "other")]).double()
+        owed = came - kept
+        dist.all_reduce(owed)
+        torch.testing.assert_close(owed / transport.world_size, back, rtol=0, atol=5e-6)
+        assert kept.abs().max() > 1, "nothing was ever kept back"
+        tap.reducer.close()
+        out[name] = torch.cat([back, tail])
+    return out
+
+
+def bad_rank(transport: ProcessGroup) -> dict[str, Any]:
+    """NaN on the last rank: every rank learns of it, no memory takes it up, and the next step is sound."""
+    tap = make(transport)
+    tap.step(0, normal(transport.rank), torch.ones(9))
+    before = {name: x.clone() for name, x in tap.memory.state_dict()["residual"].items()}
+    last = transport.rank == transport.world_size - 1
+    for where in ("sparse", "dense"):
+        gradient, small = normal(7 + transport.rank), torch.ones(9)
+        if last:
+            (gradient if where == "sparse" else small)[2] = torch.nan
+        outcome = tap.step(1, gradient, small)
+        assert not outcome.finite, where
+        if last:
+            for name, x in tap.memory.state_dict()["residual"].items():
+                assert torch.equal(x, before[name]), where
+    assert all(x.isfinite().all() for x in tap.memory.state_dict()["residual"].values())
+    outcome = tap.step(2, normal(9 + transport.rank), torch.ones(9))
+    assert outcome.finite
+    assert outcome.mean is not None
+    tap.reducer.close()
+    return {"after": add(outcome.mean.parts, outcome.mean.scale)}
+
+
+def many_jobs(transport: ProcessGroup) -> dict[str, Any]:
+    """Many small jobs in flight while the main thread uses the default group: order holds, nothing hangs."""
+    tap = make(transport, 0.1)
+    futures = []
+    for step in range(60):
+        gradient = normal(step + transport.rank, 40 + 17 * (step % 5))
+        job = Job(f"bucket {step % 5}", step // 5, tap.memory, [f"p{step % 5}"], [gradient])
+        futures.append(tap.reducer.submit(job, lambda outcome: outcome))
+        noise = torch.ones(3)
+        dist.all_reduce(noise)
+        assert noise[0] == transport.world_size
+    parts = [part.values for future in futures for part in future.result().mean.parts]
+    tap.reducer.close()
+    return {"values": torch.cat(parts)}
+
+
+def failure(transport: ProcessGroup) -> dict[str, Any]:
+    """An error on the worker reaches whoever waits, and everything after it, in words."""
+    tap = make(transport, lambda step: 0.5 if step < 1 else 7.0)
+    tap.step(0, normal(0), torch.ones(9))
+    for _ in range(2):
+        try:
+            tap.step(1, normal(0), torch.ones(9))
+        except ValueError as error:
+            assert "density must be in (0, 1], got 7.0 from the schedule at step 1" in str(error)
+        else:
+            raise AssertionError("a density of 7 was accepted")
+    tap.reducer.close()
+    return {}
+
+
+def main(rank: int, world_size: int, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    transport = ProcessGroup()
+    checks = (communicators, reducer_telescopes, bad_rank, many_jobs, failure)
+    results = {check.__name__: check(transport) for check in checks}
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()

@@ -1,0 +1,403 @@
+"""Trains small models on real ranks, one scenario after the other, and writes what each rank saw to a file.
+
+Run by `test_scenarios.py` as a script: Lightning starts the second rank by running it again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_sparse as ls
+from lightning_sparse.checksum import checksum
+
+RANKS = 2
+STEPS = 20
+
+
+def data(seed: int = 3, samples: int = 8 * RANKS * STEPS) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 32, generator=generator)
+    y = torch.tanh(x @ torch.randn(32, 10, generator=generator))
+    return DataLoader(TensorDataset(x, y), batch_size=8)
+
+
+class Net(pl.LightningModule):
+    """Two hidden layers, several buckets' worth of parameters if buckets are small."""
+
+    def __init__(self, optimizer: str = "sgd", norm: bool = False, lr: float = 0.05) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(32, 64), nn.BatchNorm1d(64) if norm else nn.Identity(), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+        )
+        self.head = nn.Linear(64, 10)
+        self.optimizer, self.lr = optimizer, lr
+        self.seen: list[str] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.seen.append(checksum(self))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        if self.optimizer == "plain":
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.AdamW(self.parameters(), lr=0.003)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+
+
+def fit(module: pl.LightningModule, strategy: Any, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    train = options.pop("train", None) or data()
+    val, resume = options.pop("val", None), options.pop("ckpt_path", None)
+    trainer = pl.Trainer(strategy=strategy, **{**defaults, **options})
+    trainer.fit(module, train, val, ckpt_path=resume)
+    return trainer
+
+
+class Ledger(pl.Callback):
+    """Writes down, in float64, what came in, what was applied and what is kept: the telescope law's three terms."""
+
+    def __init__(self) -> None:
+        self.came: dict[str, Tensor] = {}
+        self.applied: dict[str, Tensor] = {}
+        self.kept: dict[str, Tensor] = {}
+        self.start: dict[str, Tensor] = {}
+        self.hooks = Counter[int]()
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.module, self.tap = module, trainer.strategy.tap
+        self.start = {name: p.detach().double() for name, p in module.named_parameters()}
+        if self.tap.name == "gradients":
+            self._watch_gradients(trainer)
+        else:
+            for optimizer in trainer.strategy.optimizers:
+                optimizer.register_step_pre_hook(lambda *_: self._before())
+                optimizer.register_step_post_hook(lambda *_: self._after())
+
+    def _watch_gradients(self, trainer: pl.Trainer) -> None:
+        submit = trainer.strategy.reducer.submit
+
+        def watched(job: Any, apply: Callable[..., Any]) -> Any:
+            self.hooks[job.step] += 1
+            names, tensors = [*job.names, *job.dense_names], [*job.inputs, *job.dense_inputs]
+            for name, x in zip(names, tensors, strict=True):
+                _add(self.came, name, x)
+            return submit(job, apply)
+
+        trainer.strategy.reducer.submit = watched
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for name, p in module.named_parameters():
+            _add(self.applied, name, torch.zeros_like(p) if p.grad is None else p.grad)
+
+    def _before(self) -> None:
+        self.previous = {name: p.detach().double() for name, p in self.module.named_parameters()}
+
+    def _after(self) -> None:
+        for name, p in self.module.named_parameters():
+            _add(self.came, name, p.detach().double() - self.previous[name])
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.tap.name == "gradients":
+            self.kept = {name: x.double() for name, x in self.tap._memory.state_dict()["residual"].items()}
+
+    def terms(self) -> dict[str, dict[str, Tensor]]:
+        return {"came": self.came, "applied": self.applied, "kept": self.kept, "start": self.start}
+
+
+def _add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
+    sums[name] = sums.get(name, 0) + x.detach().double().flatten()
+
+
+class KeepUnshared(pl.Callback):
+    """Takes down the rank's own unshared progress just before the end of training hides it."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        tap = trainer.strategy.tap
+        for group in tap._groups.values():
+            tap._merge(group)
+        anchors = {name: x for group in tap._groups.values() for name, x in group.anchor.flat.items()}
+        self.unshared = {n: p.detach().flatten().double() - anchors[n] for n, p in module.named_parameters()}
+
+
+def density_one() -> dict[str, Any]:
+    """Gradients at density 1 against stock DDP, and updates with plain SGD."""
+    out = {}
+    rows = {
+        "ddp": ("sgd", "ddp", {}),
+        "gradients": ("sgd", ls.SparseDDPStrategy(density=1.0, exchange=ls.Gradients()), {}),
+        "ddp plain": ("plain", "ddp", {}),
+        "updates": ("plain", ls.SparseDDPStrategy(density=1.0, exchange=ls.Updates(overlap=False)), {}),
+        "momentum": ("plain", ls.SparseDDPStrategy(density=1.0, memory=ls.MomentumResidual(0.9)), {}),
+    }
+    for name, (optimizer, strategy, options) in rows.items():
+        net = Net(optimizer)
+        fit(net, strategy, **options)
+        out[name] = weights(net)
+    return out
+
+
+def gradients_telescope() -> dict[str, Any]:
+    """Sparse gradients through several buckets and their rebuild, with accumulation."""
+    out = {}
+    for name, compressor in {"layer": ls.TopK(scope="layer"), "bucket": ls.SampledTopK(scope="bucket"), "model": None}.items():
+        net, ledger = Net("sgd"), Ledger()
+        strategy = ls.SparseDDPStrategy(density=0.05, compressor=compressor, bucket_cap_mb=0.005)
+        trainer = fit(net, strategy, callbacks=[ledger], accumulate_grad_batches=2)
+        out[name] = {
+            **ledger.terms(),
+            "hooks": dict(ledger.hooks),
+            "weights": weights(net),
+            "summary": trainer.strategy.summary(),
+        }
+    return out
+
+
+def updates_telescope() -> dict[str, Any]:
+    out = {}
+    rows = {
+        "overlap": ls.Updates(),
+        "serial": ls.Updates(overlap=False),
+        "every": ls.Updates(every=3),
+        "eta": ls.Updates(anchor_step=1.0),
+    }
+    for name, exchange in rows.items():
+        net, ledger, unshared = Net("adamw"), Ledger(), KeepUnshared()
+        strategy = ls.SparseDDPStrategy(density=0.05, exchange=exchange)
+        trainer = fit(net, strategy, callbacks=[ledger, unshared], gradient_clip_val=1.0)
+        out[name] = {
+            **ledger.terms(),
+            "unshared": unshared.unshared,
+            "weights": weights(net),
+            "summary": trainer.strategy.summary(),
+            "eta": 1.0 if name == "eta" else RANKS**0.5,
+        }
+    return out
+
+
+class Snapshots(pl.Callback):
+    """Own weights before validation and after it, and the anchor."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if not hasattr(self, "during"):
+            self.before = checksum(module)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.during = getattr(self, "during", None) or checksum(module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if hasattr(self, "during") and not hasattr(self, "after"):
+            self.after = checksum(module)
+
+
+def anchor_is_shown(folder: Path) -> dict[str, Any]:
+    """Validation and checkpoints see the anchor; training goes on from the rank's own weights."""
+    net, snapshots = Net("adamw", norm=True), Snapshots()
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+    strategy = ls.SparseDDPStrategy(density=0.02)
+    trainer = fit(
+        net,
+        strategy,
+        callbacks=[snapshots, checkpoint],
+        enable_checkpointing=True,
+        val=data(seed=4, samples=32),
+        val_check_interval=9,
+        num_sanity_val_steps=0,
+    )
+    ended = weights(net)
+    trainer.validate(net, data(seed=4, samples=32), verbose=False)
+    return {
+        "before": snapshots.before,
+        "during": snapshots.during,
+        "after": snapshots.after,
+        "seen": net.seen,
+        "weights": ended,
+        "files": sorted(str(path.name) for path in folder.glob("*.ckpt")),
+    }
+
+
+class TwoOptimizers(Net):
+    """Manual optimization with accumulation by hand; the second optimizer steps every third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        body, head = self.optimizers()
+        self.toggle_optimizer(body)
+        self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 2:
+            self.clip_gradients(body, 1.0, "norm")
+            body.step()
+            body.zero_grad()
+        self.untoggle_optimizer(body)
+        if batch_idx % 3 == 2:
+            self.toggle_optimizer(head)
+            head.zero_grad()
+            self.manual_backward(self.loss(batch))
+            head.step()
+            head.zero_grad()
+            self.untoggle_optimizer(head)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        body = torch.optim.AdamW(self.layers.parameters(), lr=0.003)
+        return [body, torch.optim.SGD(self.head.parameters(), lr=0.05)]
+
+
+def manual() -> dict[str, Any]:
+    out = {}
+    for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
+        net = TwoOptimizers()
+        start = weights(net)
+        strategy = ls.SparseDDPStrategy(density=0.05, exchange=exchange, find_unused_parameters=True)
+        fit(net, strategy)
+        out[name] = {"start": start, "weights": weights(net)}
+    return out
+
+
+class Sometimes(Net):
+    """A branch that takes part on every other step only, on both ranks."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.branch = nn.Linear(64, 64)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.layers(batch[0])
+        if self.global_step % 2 == 0:
+            hidden = hidden + self.branch(hidden)
+        return nn.functional.mse_loss(self.head(hidden), batch[1])
+
+
+def unused() -> dict[str, Any]:
+    net, ledger = Sometimes(), Ledger()
+    fit(net, ls.SparseDDPStrategy(density=0.05, find_unused_parameters=True), callbacks=[ledger])
+    return {**ledger.terms(), "weights": weights(net)}
+
+
+class Rows(Net):
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.table = nn.Embedding(100, 32, sparse=True)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        rows = (batch[0][:, 0].abs() * 25).long().clamp(max=99)
+        return nn.functional.mse_loss(self.head(self.layers(self.table(rows))), batch[1])
+
+
+def row_sparse() -> dict[str, Any]:
+    out = {}
+    for name, strategy in {"ddp": "ddp", "dense": 1.0, "sparse": 0.05}.items():
+        net = Rows()
+        fit(net, strategy if isinstance(strategy, str) else ls.SparseDDPStrategy(density=strategy))
+        out[name] = weights(net)
+    return out
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.layers)
+
+    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.layers, optimizer)
+
+
+class Tuned(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.003)
+
+
+def finetuning() -> dict[str, Any]:
+    net = Tuned("adamw")
+    start = weights(net)
+    fit(net, ls.SparseDDPStrategy(density=0.05), callbacks=[Unfreeze()], max_epochs=2)
+    return {"start": start, "weights": weights(net)}
+
+
+def again() -> dict[str, Any]:
+    """Two fits in a row, bf16 autocast, channels-last weights, and the other tree's Trainer by name."""
+    net = Net("adamw")
+    for _ in range(2):
+        trainer = fit(net, "sparse_ddp", precision="bf16-mixed")
+    out: dict[str, Any] = {"weights": weights(net), "summary": trainer.strategy.summary()}
+
+    import lightning.pytorch as lp
+
+    class Other(lp.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 8, 3), nn.Flatten(), nn.Linear(128, 10))
+            self.net = net.to(memory_format=torch.channels_last)
+
+        def training_step(self, batch: list[Tensor]) -> Tensor:
+            return nn.functional.mse_loss(self.net(batch[0].view(-1, 1, 8, 4).repeat(1, 1, 1, 2)), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.003)
+
+    other = Other()
+    trainer = lp.Trainer(
+        strategy="sparse_ddp",
+        accelerator="cpu",
+        devices=RANKS,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(other, data())
+    out["other tree"] = {"weights": weights(other), "summary": trainer.strategy.summary()}
+    return out
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (density_one, gradients_telescope, updates_telescope, manual, unused, row_sparse, finetuning, again)
+}
+
+
+def run(folder: Path) -> None:
+    results: dict[str, Any] = {name: scenario() for name, scenario in SCENARIOS.items()}
+    results["anchor_is_shown"] = anchor_is_shown(folder / "checkpoints")
+    torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

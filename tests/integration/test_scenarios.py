@@ -1,0 +1,170 @@
+"""What two real ranks must agree on after training: read from the files that `scenarios.py` writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("scenarios")
+    script = Path(__file__).with_name("scenarios.py")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)], env=env, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def same(first: Weights, second: Weights) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def largest_difference(first: Weights, second: Weights) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def collect(node: Any, path: str = "") -> dict[str, Weights]:
+    """Every "weights" entry in a nested result."""
+    if not isinstance(node, dict):
+        return {}
+    found = {path: node["weights"]} if "weights" in node else {}
+    for key, child in node.items():
+        found |= collect(child, f"{path}/{key}")
+    return found
+
+
+def test_ranks_are_bit_equal_after_every_scenario(ranks: list[dict[str, Any]]) -> None:
+    first, second = (collect(rank) for rank in ranks)
+    assert len(first) >= 14
+    assert [path for path in first if not same(first[path], second[path])] == []
+    for rank in ranks:
+        assert same(rank["density_one"]["updates"], ranks[0]["density_one"]["updates"])
+
+
+def test_density_one_with_gradients_is_ddp(ranks: list[dict[str, Any]]) -> None:
+    """Bit for bit on two ranks: both divide by two, and a sum of two has one order."""
+    assert same(ranks[0]["density_one"]["gradients"], ranks[0]["density_one"]["ddp"])
+
+
+def test_density_one_with_updates_and_sgd_is_ddp(ranks: list[dict[str, Any]]) -> None:
+    """The mean of rounded weights, not of gradients: a few units of float32 rounding after 20 steps."""
+    results = ranks[0]["density_one"]
+    assert largest_difference(results["updates"], results["ddp plain"]) < 5e-7
+    assert largest_difference(results["updates"], results["ddp"]) > 1e-3
+
+
+def test_density_one_with_the_momentum_memory_is_momentum_sgd(ranks: list[dict[str, Any]]) -> None:
+    """The mean of the ranks' momenta is the momentum of the mean, up to the order of rounding."""
+    results = ranks[0]["density_one"]
+    assert largest_difference(results["momentum"], results["ddp"]) < 5e-6
+
+
+@pytest.mark.parametrize("case", ["layer", "bucket", "model"])
+def test_the_hook_is_called_on_the_cpu(ranks: list[dict[str, Any]], case: str) -> None:
+    """20 batches in pairs: 10 synchronised backward passes; several buckets once DDP has rebuilt them."""
+    hooks = ranks[0]["gradients_telescope"][case]["hooks"]
+    assert sorted(hooks) == list(range(10))
+    assert hooks[0] == 1
+    later = {hooks[step] for step in range(2, 10)}
+    assert later == {1} if case == "model" else min(later) > 1
+    assert ranks[0]["gradients_telescope"][case]["summary"]["steps"] == 10
+
+
+@pytest.mark.parametrize("case", ["layer", "bucket", "model"])
+def test_gradients_telescope(ranks: list[dict[str, Any]], case: str) -> None:
+    """The mean over ranks of what came in is what was applied plus the mean of what is kept."""
+    terms = [rank["gradients_telescope"][case] for rank in ranks]
+    for name in terms[0]["came"]:
+        came = (terms[0]["came"][name] + terms[1]["came"][name]) / 2
+        zero = torch.zeros_like(came)
+        kept = sum(rank["kept"].get(name, zero) for rank in terms) / 2
+        torch.testing.assert_close(came, terms[0]["applied"][name] + kept, rtol=0, atol=2e-7)
+    assert any(float(x.abs().max()) > 1e-3 for x in terms[0]["kept"].values()), "nothing was ever kept back"
+
+
+@pytest.mark.parametrize("case", ["overlap", "serial", "every", "eta"])
+def test_updates_telescope(ranks: list[dict[str, Any]], case: str) -> None:
+    """Progress summed over ranks = what the anchor moved, times world size over eta, plus what is unshared."""
+    terms = [rank["updates_telescope"][case] for rank in ranks]
+    for name, start in terms[0]["start"].items():
+        progress = terms[0]["came"][name] + terms[1]["came"][name]
+        moved = terms[0]["weights"][name].double().flatten() - start.flatten()
+        unshared = terms[0]["unshared"][name] + terms[1]["unshared"][name]
+        torch.testing.assert_close(progress, moved * 2 / terms[0]["eta"] + unshared, rtol=0, atol=2e-6)
+    assert any(float(x.abs().max()) > 1e-3 for x in terms[0]["unshared"].values()), "nothing was ever kept back"
+
+
+def test_the_anchor_is_shown_and_training_goes_on_from_own_weights(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["anchor_is_shown"] for rank in ranks)
+    assert first["before"] != second["before"], "ranks had nothing of their own"
+    assert first["seen"] == second["seen"]
+    assert first["during"] == second["during"] == first["seen"][1]
+    assert first["after"] != first["during"]
+    assert first["after"] != second["after"]
+    assert first["weights"]["layers.1.running_mean"].abs().max() > 0
+
+
+def test_checkpoints_hold_what_ranks_share(ranks: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = ranks[0]["anchor_is_shown"]["files"]
+    assert len(files) == 2
+    folder = next(tmp_path_factory.getbasetemp().glob("scenarios*")) / "checkpoints"
+    states = [torch.load(folder / name, weights_only=True)["state_dict"] for name in files]
+    assert all(torch.isfinite(x).all() for state in states for x in state.values())
+    # a checkpoint at the last validated step would hold the validated weights; these lie between start and end
+    assert not same(states[0], states[1])
+    assert not same(states[-1], ranks[0]["anchor_is_shown"]["weights"])
+
+
+@pytest.mark.parametrize("case", ["updates", "gradients"])
+def test_manual_optimization_with_two_optimizers(ranks: list[dict[str, Any]], case: str) -> None:
+    result = ranks[0]["manual"][case]
+    for name, start in result["start"].items():
+        assert not torch.equal(start, result["weights"][name]), f"{name} was not trained"
+
+
+def test_residual_of_an_unused_parameter_waits(ranks: list[dict[str, Any]]) -> None:
+    """DDP throws away what it is given for a parameter without gradient: nothing may be sent for it."""
+    terms = [rank["unused"] for rank in ranks]
+    for name in terms[0]["came"]:
+        came = (terms[0]["came"][name] + terms[1]["came"][name]) / 2
+        kept = sum(rank["kept"].get(name, torch.zeros_like(came)) for rank in terms) / 2
+        torch.testing.assert_close(came, terms[0]["applied"][name] + kept, rtol=0, atol=2e-7)
+    assert terms[0]["kept"]["branch.weight"].abs().max() > 1e-4
+
+
+def test_row_sparse_gradients(ranks: list[dict[str, Any]]) -> None:
+    results = ranks[0]["row_sparse"]
+    assert largest_difference(results["dense"], results["ddp"]) < 1e-6
+    assert largest_difference(results["sparse"], results["ddp"]) > 1e-6
+
+
+def test_parameters_that_join_later_are_exchanged(ranks: list[dict[str, Any]]) -> None:
+    """Layers unfrozen in the second epoch train, and stay equal on all ranks."""
+    result = ranks[0]["finetuning"]
+    assert not torch.equal(result["start"]["layers.0.weight"], result["weights"]["layers.0.weight"])
+
+
+def test_summary_counts_bytes(ranks: list[dict[str, Any]]) -> None:
+    summary = ranks[0]["gradients_telescope"]["model"]["summary"]
+    entries = round(0.05 * (32 * 64 + 64 * 64)) * 8  # the two large matrices: int32 index and fp32 value
+    tail = (64 + 64 + 640 + 10) * 4  # everything smaller, averaged densely by a ring
+    assert summary["bytes_per_step"] == 2 * entries + 2 * tail
+    assert summary["dense_bytes_per_step"] == 2 * 4 * (32 * 64 + 64 + 64 * 64 + 64 + 640 + 10)
+    updates = ranks[0]["updates_telescope"]["every"]["summary"]
+    assert updates["exchange"] == "updates"
+    assert updates["steps"] == 20
+    assert ranks[0]["again"]["other tree"]["summary"]["exchange"] == "updates"

@@ -1,0 +1,241 @@
+"""Contract tests over the table in `laws.py`: what every compressor, codec and memory must do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.accumulator import Difference, Sum, Vectors
+from lightning_sparse.random import Draw
+from lightning_sparse.vector import SparseVector
+from tests.laws import CODECS, COMPRESSORS, MEMORIES
+
+DRAW = Draw(seed=1, step=0, name="law")
+SIZES = [1, 2, 127, 4099, 131_072 + 1, 300_007]
+
+
+def normal(numel: int, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def cut(x: Tensor) -> list[Tensor]:
+    """The vector in three uneven pieces, one of them empty."""
+    third = x.numel() // 3
+    return [x[:third].clone(), x[:0].clone(), x[third:].clone()]
+
+
+def live(vector: SparseVector) -> tuple[Tensor, Tensor]:
+    count = int((vector.values != 0).sum())
+    assert not vector.values[count:].any()
+    assert not vector.indices[count:].any()
+    return vector.values[:count], vector.indices[:count].long()
+
+
+def vectors() -> list[pytest.param]:
+    half = torch.cat([torch.zeros(2000), torch.ones(2099)])
+    return [
+        *(pytest.param(normal(n), id=f"normal-{n}") for n in SIZES),
+        pytest.param(torch.zeros(4099), id="zero"),
+        pytest.param(torch.full((200_003,), -2.5), id="equal"),
+        pytest.param(half, id="half-zero"),
+        pytest.param(torch.cat([half, torch.tensor([torch.inf, -torch.inf])]), id="inf"),
+        pytest.param(torch.cat([torch.full((3,), torch.nan), half]), id="nan"),
+        pytest.param(normal(200_003).exp().pow(4), id="heavy-tail"),
+        pytest.param(torch.full((4099,), 1e-42), id="denormal"),
+    ]
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("x", vectors())
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
+def test_compressor_picks_entries_of_the_vector(name: str, x: Tensor, density: float) -> None:
+    compressor = COMPRESSORS[name].build()
+    capacity = compressor.capacity(x.numel(), density)
+    assert 1 <= capacity <= max(1, round(x.numel() * density) + 1)
+    picked = compressor.compress(Vectors(cut(x)), capacity, DRAW)
+    values, indices = live(picked)
+    assert picked.capacity == capacity
+    assert picked.numel == x.numel()
+    assert (indices.diff() > 0).all()
+    assert indices.numel() == 0 or (0 <= indices[0] and indices[-1] < x.numel())
+    assert torch.equal(values, x[indices])
+    assert not values.isnan().any()
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if row.exact])
+@pytest.mark.parametrize("x", vectors())
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
+def test_exact_compressor_picks_the_largest(name: str, x: Tensor, density: float) -> None:
+    compressor = COMPRESSORS[name].build()
+    capacity = compressor.capacity(x.numel(), density)
+    values, _ = live(compressor.compress(Vectors(cut(x)), capacity, DRAW))
+    expected = x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().sort(descending=True).values
+    expected = expected[:capacity]
+    assert torch.equal(values.abs().sort(descending=True).values, expected[expected > 0])
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if not row.exact])
+def test_estimating_compressor_comes_near(name: str) -> None:
+    x = normal(1_000_003)
+    compressor = COMPRESSORS[name].build()
+    capacity = compressor.capacity(x.numel(), 0.01)
+    values, _ = live(compressor.compress(Vectors(cut(x)), capacity, DRAW))
+    best = x.abs().topk(capacity).values.square().sum()
+    assert values.square().sum() > 0.8 * best
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_compressor_is_a_function_of_its_arguments(name: str) -> None:
+    x, compressor = normal(200_003), COMPRESSORS[name].build()
+    first = compressor.compress(Vectors(cut(x)), 2000, DRAW)
+    second = COMPRESSORS[name].build().compress(Vectors(cut(x)), 2000, DRAW)
+    assert torch.equal(first.indices, second.indices)
+    assert torch.equal(first.values, second.values)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("numel", [4099, 200_003])
+def test_every_coordinate_of_a_constant_gradient_leaves(name: str, numel: int) -> None:
+    compressor, gradient, residual = COMPRESSORS[name].build(), torch.ones(numel), torch.zeros(numel)
+    density, gone = 0.05, torch.zeros(numel, dtype=torch.bool)
+    for step in range(int(6 / density)):
+        draw = Draw(seed=0, step=step, name="constant")
+        picked = compressor.compress(Sum([gradient], [residual]), compressor.capacity(numel, density), draw)
+        _, indices = live(picked)
+        residual[indices] = 0
+        gone[indices] = True
+    assert gone.all(), f"{int((~gone).sum())} coordinates never left"
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_accumulators_agree(name: str) -> None:
+    """The same selection from a plain vector, from residual + gradient and from weights - anchor."""
+    gradient, residual = normal(200_003), normal(200_003, 1)
+    compressor = COMPRESSORS[name].build()
+    total = residual + gradient
+    plain = compressor.compress(Vectors([total]), 2000, DRAW)
+    summed = compressor.compress(Sum([gradient], [residual.clone()]), 2000, DRAW)
+    differed = compressor.compress(Difference([total], [torch.zeros(200_003)]), 2000, DRAW)
+    for other in (summed, differed):
+        assert torch.equal(plain.indices, other.indices)
+        assert torch.equal(plain.values, other.values)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_codec_round_trip(name: str, count: int) -> None:
+    row = CODECS[name]
+    codec, numel = row.build(), 50_000
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randperm(numel, generator=generator)[:count].sort().values
+    values = torch.cat([normal(count), torch.zeros(7)])
+    vector = SparseVector(values, torch.cat([indices, torch.zeros(7, dtype=torch.long)]).int(), numel)
+    wire = codec.encode(vector)
+    assert wire.dtype is torch.uint8
+    assert wire.shape == (codec.nbytes(numel, vector.capacity),)
+    decoded = codec.decode(wire, numel, vector.capacity)
+    assert torch.equal(decoded.indices, vector.indices)
+    error = (decoded.values - values).abs()
+    assert torch.equal(decoded.values, values) if row.exact else (error <= row.relative_error * values.abs()).all()
+    assert decoded.values.dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codec_tells_receivers_of_nan(name: str) -> None:
+    vector = SparseVector(torch.full((4,), torch.nan), torch.arange(4, dtype=torch.int32), 10)
+    codec = CODECS[name].build()
+    assert codec.decode(codec.encode(vector), 10, 4).values.isnan().all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codec_refuses_other_payloads(name: str) -> None:
+    codec = CODECS[name].build()
+    vector = SparseVector(normal(8), torch.arange(8, dtype=torch.int32), 100)
+    wire = codec.encode(vector)
+    with pytest.raises(ValueError, match="payload"):
+        codec.decode(wire[:-1], 100, 8)
+    with pytest.raises(ValueError, match="payload"):
+        codec.decode(wire.float(), 100, 8)
+    with pytest.raises(ValueError, match="corrupt"):
+        codec.decode(torch.full_like(wire, 0xFF), 100, 8)
+
+
+NAMES = ["a", "b", "c"]
+
+
+def one_step(memory: object, gradients: list[Tensor], capacity: int = 40) -> Tensor:
+    """Accumulate, pick the largest, discard; what left, as a dense vector."""
+    accumulator = memory.accumulate(NAMES, gradients)
+    picked = COMPRESSORS["TopK"].build().compress(accumulator, capacity, DRAW)
+    memory.discard(NAMES, picked)
+    return picked.dense()
+
+
+@pytest.mark.parametrize("name", [name for name, row in MEMORIES.items() if row.exact])
+def test_memory_telescopes(name: str) -> None:
+    """What came in is what has left plus what is kept, to float32 rounding of 50 additions."""
+    memory, came, left = MEMORIES[name].build(), torch.zeros(901), torch.zeros(901)
+    velocity = torch.zeros(901)
+    for step in range(50):
+        gradient = normal(901, step)
+        # the momentum memory owes what its velocity says, and forgets the velocity where an entry leaves
+        if name == "MomentumResidual":
+            velocity = 0.9 * velocity + gradient
+            came += velocity
+        else:
+            came += gradient
+        sent = one_step(memory, cut(gradient))
+        velocity[sent != 0] = 0
+        left += sent
+    kept = torch.cat([memory.state_dict()["residual"][name] for name in NAMES])
+    torch.testing.assert_close(came, left + kept, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memory_continues_from_its_state(name: str) -> None:
+    memory = MEMORIES[name].build()
+    for step in range(3):
+        one_step(memory, cut(normal(901, step)))
+    other = MEMORIES[name].build()
+    other.load_state_dict({kind: {k: v.clone() for k, v in x.items()} for kind, x in memory.state_dict().items()})
+    for step in range(3, 6):
+        gradients = cut(normal(901, step))
+        assert torch.equal(one_step(memory, gradients), one_step(other, [g.clone() for g in gradients]))
+
+
+@pytest.mark.parametrize("name", [name for name, row in MEMORIES.items() if row.exact])
+def test_memory_survives_other_groupings(name: str) -> None:
+    """DDP sends the whole model first and buckets in another order later: state follows the parameter's name."""
+    gradients = dict(zip(NAMES, cut(normal(901)), strict=True))
+    whole, grouped = MEMORIES[name].build(), MEMORIES[name].build()
+    for order in (NAMES, ["c", "a", "b"]):
+        for memory in (whole, grouped):
+            names = NAMES if memory is whole else order
+            memory.accumulate(names, [gradients[n].clone() for n in names]).pieces()
+    for n in NAMES:
+        assert torch.equal(whole.state_dict()["residual"][n], grouped.state_dict()["residual"][n])
+
+
+@pytest.mark.parametrize("name", [name for name, row in MEMORIES.items() if row.exact])
+def test_memory_takes_entries_back_and_sets_slots_aside(name: str) -> None:
+    memory = MEMORIES[name].build()
+    one_step(memory, cut(normal(901)))
+    before = {k: v.clone() for k, v in memory.state_dict()["residual"].items()}
+    entries = SparseVector(torch.tensor([2.0, 3.0]), torch.tensor([0, 900], dtype=torch.int32), 901)
+    memory.give_back(NAMES, entries)
+    after = memory.state_dict()["residual"]
+    assert after["a"][0] == before["a"][0] + 2
+    assert after["c"][-1] == before["c"][-1] + 3
+    held = memory.hold(["a"])
+    memory.accumulate(["a"], [torch.zeros(300)]).pieces()
+    memory.release(held)
+    assert memory.state_dict()["residual"]["a"][0] == before["a"][0] + 2
+
+
+@pytest.mark.parametrize("name", [name for name, row in MEMORIES.items() if row.exact])
+def test_memory_refuses_another_models_state(name: str) -> None:
+    memory = MEMORIES[name].build()
+    one_step(memory, cut(normal(901)))
+    with pytest.raises(ValueError, match="Residual of 'a' has 300 elements, expected 301"):
+        memory.accumulate(["a"], [torch.zeros(301)])

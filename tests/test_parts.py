@@ -1,0 +1,120 @@
+"""Small parts with hand-checkable numbers: vectors, draws, schedules, memories, flat views."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_sparse.communicators.process_group import ring_bytes
+from lightning_sparse.compressors import TopK
+from lightning_sparse.memory import MomentumResidual, Residual, gather
+from lightning_sparse.random import Draw
+from lightning_sparse.schedules import constant, exponential_warmup, piecewise
+from lightning_sparse.sync.flat import flat_view, is_small
+from lightning_sparse.vector import SparseVector, concatenate
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_package_list_matches_the_folders() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "lightning_sparse").glob("**/__init__.py")
+    }
+    assert set(config["tool"]["setuptools"]["packages"]) == found | {"lightning_sparse.kernels"}
+
+
+def test_concatenate_shifts_and_moves_padding_back() -> None:
+    a = SparseVector(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1, 4, 0], dtype=torch.int32), 5)
+    b = SparseVector(torch.tensor([3.0, 0.0]), torch.tensor([0, 0], dtype=torch.int32), 2)
+    joined = concatenate([a, b])
+    assert joined.values.tolist() == [1, 2, 3, 0, 0]
+    assert joined.indices.tolist() == [1, 4, 5, 0, 0]
+    assert joined.numel == 7
+    assert joined.dense().tolist() == [0, 1, 0, 0, 2, 3, 0]
+
+
+def test_draws_are_pinned_and_spread() -> None:
+    """The numbers are part of the format: other values would change which entries old runs sent."""
+    assert Draw(0, 0, "a").bits(3).tolist() == [int(x) for x in Draw(0, 0, "a").bits(5)[:3]]
+    assert Draw(7, 3, "layer.weight").bits(2).tolist() == PINNED
+    draws = torch.stack([Draw(0, step, "a").bits(1000).double() for step in range(50)]) / 2**32
+    assert abs(float(draws.mean()) - 0.5) < 0.01
+    assert abs(float(draws.var()) - 1 / 12) < 0.01
+    assert Draw(0, 1, "a").below(10**12) != Draw(0, 2, "a").below(10**12)
+    with pytest.raises(ValueError, match="high must be at least 1, got 0"):
+        Draw(0, 0, "a").below(0)
+
+
+PINNED = [1688984908, 564069390]
+
+
+def test_schedules() -> None:
+    assert constant(0.5)(10) == 0.5
+    warm = exponential_warmup(0.01, 2, start=0.25)
+    assert [round(warm(step), 4) for step in range(4)] == [0.25, 0.05, 0.01, 0.01]
+    steps = piecewise({0: 1.0, 3: 0.1})
+    assert [steps(step) for step in range(5)] == [1, 1, 1, 0.1, 0.1]
+
+
+def test_residual_by_hand() -> None:
+    memory = Residual()
+    accumulator = memory.accumulate(["w"], [torch.tensor([1.0, -3.0, 2.0])])
+    sent = TopK().compress(accumulator, 1, Draw(0, 0, "w"))
+    memory.discard(["w"], sent)
+    assert sent.values.tolist() == [-3]
+    assert memory.state_dict()["residual"]["w"].tolist() == [1, 0, 2]
+    assert memory.norm() == pytest.approx(5**0.5)
+    assert memory.accumulate(["w"], [torch.ones(3)]).pieces()[0].tolist() == [2, 1, 3]
+
+
+def test_momentum_residual_by_hand() -> None:
+    """u = 0.5 u + g, v += u; the sent entry loses both."""
+    memory = MomentumResidual(0.5)
+    for gradient, values in ((torch.tensor([1.0, 4.0]), [4.0]), (torch.tensor([1.0, 1.0]), [2.5])):
+        sent = TopK().compress(memory.accumulate(["w"], [gradient]), 1, Draw(0, 0, "w"))
+        memory.discard(["w"], sent)
+        assert sent.values.tolist() == values
+    # step 1: u = v = [1, 4], the 4 leaves; step 2: u = [1.5, 1], v = [2.5, 1], the 2.5 leaves
+    state = memory.state_dict()
+    assert state["velocity"]["w"].tolist() == [0, 1]
+    assert state["residual"]["w"].tolist() == [0, 1]
+    assert memory.dense(["b"], [torch.tensor([2.0])])[0].tolist() == [2]
+    assert memory.dense(["b"], [torch.tensor([2.0])])[0].tolist() == [3]
+
+
+def test_momentum_residual_clips_this_ranks_gradient() -> None:
+    memory = MomentumResidual(0.0, clip=1.0)
+    pieces = memory.accumulate(["a", "b"], [torch.tensor([3.0]), torch.tensor([4.0])]).pieces()
+    torch.testing.assert_close(torch.cat(pieces), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+def test_gather_reads_across_pieces() -> None:
+    pieces = [torch.arange(3.0), torch.zeros(0), torch.arange(10.0, 14.0)]
+    assert gather(pieces, torch.tensor([0, 2, 3, 6])).tolist() == [0, 2, 10, 13]
+
+
+def test_flat_view_shares_memory() -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for tensor in (torch.randn(3, 4), image, torch.randn(4, 3).T, torch.zeros(()), torch.zeros(0, 3)):
+        view = flat_view(tensor)
+        assert view.shape == (tensor.numel(),)
+        view.fill_(7)
+        assert (tensor == 7).all()
+    with pytest.raises(ValueError, match="without gaps in memory"):
+        flat_view(torch.randn(4, 6)[:, :3])
+
+
+def test_small_parameters() -> None:
+    assert is_small(torch.zeros(5000), 1024)
+    assert is_small(torch.zeros(10, 10), 1024)
+    assert not is_small(torch.zeros(32, 32), 1024)
+
+
+def test_ring_bytes() -> None:
+    """Each of 4 ranks sends and receives 2 * 3/4 of the buffer."""
+    assert ring_bytes(1000, 4) == 3000
+    assert ring_bytes(1000, 1) == 0
