@@ -26,8 +26,9 @@ def scattered(targets, values, indices, alpha):
     return [target for target in out if target.numel()]
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("alpha", [1.0, 1 / 3, -0.7])
+@pytest.mark.parametrize(
+    ("alpha", "index_dtype"), [(1.0, torch.int32), (1 / 3, torch.int64), (-0.7, torch.int32)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sum(path, make_pieces, sizes, dtype, alpha, index_dtype):
