@@ -27,7 +27,7 @@ DENSE = {
     "start": "i64",
     "offsets_ptr": "*i16",
     "counts_ptr": "*i32",
-    "before_ptr": "*i32",
+    "before_ptr": "*i64",
 }
 COLLECT = {
     "pieces_ptr": "*i64",
@@ -82,7 +82,7 @@ def compile_for(target, kernel, signature, constants, warps):
     }
     signature = signature | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel.compiled, signature, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
 
 
 def needs_on_nvidia(compiled):

@@ -43,3 +43,10 @@ def test_equal_infinities_differ_by_nan(path):
     assert values.tolist() == [0.0, 0.0]
     assert indices.tolist() == [0, 0]
     assert count.item() == 0
+
+
+def test_parameters_need_no_detaching(path, check_selection):
+    parameter, anchor = torch.nn.Parameter(torch.tensor([1.0, 0.0, -3.0])), torch.tensor([0.5, 0.0, 1.0])
+    got = difference_select([parameter], [anchor], torch.tensor(2.0), 2)
+    check_selection(got, [torch.tensor([0.5, 0.0, -4.0])], 2.0, 2, 0)
+    assert not got[0].requires_grad

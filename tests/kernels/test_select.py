@@ -31,6 +31,13 @@ def test_corners(path, check_selection, corner):
     check_selection(select([entries], torch.tensor(threshold), 4), [entries], threshold, 4, 0)
 
 
+def test_parameters_need_no_detaching(path, check_selection):
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 0.0, -3.0]))
+    got = select([parameter], torch.tensor(2.0), 2)
+    check_selection(got, [parameter], 2.0, 2, 0)
+    assert not got[0].requires_grad
+
+
 def test_import_leaves_triton_alone():
     code = """
 import sys, lightning_sparse
