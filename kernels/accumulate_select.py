@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.addresses import load_block, locate, store_block
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+@torch.no_grad()
 def accumulate_select(
     gradients: Sequence[Tensor], residuals: Sequence[Tensor], threshold: Tensor, capacity: int, start: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,10 +86,11 @@ def upper_bound(sorted_ptr, length, x, mask, STEPS: tl.constexpr):  # type: igno
 @jit
 def _pointers(address, DTYPE: tl.constexpr, piece, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     _, _, shift = piece
+    base = address.to(tl.pointer_type(DTYPE)) + shift
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    # A block's size is a multiple of 16 bytes, so its shift keeps the alignment of its piece.
-    return address.to(tl.pointer_type(DTYPE)) + (tl.multiple_of(shift, BLOCK) + tl.arange(0, BLOCK))
+        # A block's size is a multiple of 16 bytes, so its shift keeps the alignment of its piece.
+        base = tl.multiple_of(base, 16)
+    return base + tl.arange(0, BLOCK)
 
 
 @jit

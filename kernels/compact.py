@@ -43,19 +43,24 @@ def compact(
     blocks = first_block[-1]
     offsets = torch.empty(blocks * BLOCK, dtype=torch.int16, device=device)  # [blocks * BLOCK]
     counts = torch.empty(blocks, dtype=torch.int32, device=device)  # [blocks]
-    before = torch.empty(1, dtype=torch.int32, device=device)  # [1]
+    before = torch.empty(1, dtype=torch.int64, device=device)  # [1]
     aligned = is_aligned(x) and is_aligned(y)
-    kernel[(blocks,)](*tables, threshold, start, offsets, counts, before, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
-
-    ends = torch.cumsum(counts, 0, dtype=torch.int64)  # [blocks]
-    start_piece = bisect_right(bounds, start) - 1
-    start_block = first_block[start_piece] + (start - bounds[start_piece]) // BLOCK
-    first = ends[start_block] - counts[start_block] + before  # [1]
-    if capacity > 0:
-        _collect_kernel[(-(-capacity // OUTPUT_BLOCK),)](
-            *tables, offsets, ends, first, blocks, values, indices, capacity,
-            SOURCE=source, STEPS=blocks.bit_length(), BLOCK=BLOCK, OUTPUT_BLOCK=OUTPUT_BLOCK, num_warps=4,
+    # A thread's current device may be another one, and launches go there.
+    with torch.cuda.device_of(threshold):
+        kernel[(blocks,)](
+            *tables, threshold, start, offsets, counts, before,
+            ALIGNED=aligned, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
+        ends = torch.cumsum(counts, 0, dtype=torch.int64)  # [blocks]
+        start_piece = bisect_right(bounds, start) - 1
+        start_block = first_block[start_piece] + (start - bounds[start_piece]) // BLOCK
+        first = ends[start_block] - counts[start_block] + before  # [1]
+        if capacity > 0:
+            _collect_kernel[(-(-capacity // OUTPUT_BLOCK),)](
+                *tables, offsets, ends, first, blocks, values, indices, capacity,
+                SOURCE=source, STEPS=blocks.bit_length(), BLOCK=BLOCK, OUTPUT_BLOCK=OUTPUT_BLOCK,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     return values, indices, ends[-1]
 
 
@@ -70,7 +75,7 @@ def pick(x, piece, block, threshold_ptr, start, offsets_ptr, counts_ptr, before_
     tl.store(counts_ptr + block, tl.sum(picked.to(tl.int32), 0))
     left = start - begin - shift
     if (left >= 0) & (left < tl.minimum(length - shift, BLOCK)):
-        tl.store(before_ptr, tl.sum((picked & (offset < left)).to(tl.int32), 0))
+        tl.store(before_ptr, tl.sum((picked & (offset < left)).to(tl.int32), 0).to(tl.int64))
 
 
 @jit

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Two fp32 blocks and a mask fit the second-level cache of one core.
-BLOCK = 1 << 17
+# torch splits an operation among threads from 32768 entries on. The barriers cost more than a strip's work, and far
+# more where backward keeps the cores busy, so the dense operations stay just below; a block, with its values and mask,
+# fits the second-level cache of one core.
+STRIP = 32760
+BLOCK = 8 * STRIP
 
 # The least positive fp32: |x| reaches it unless x is zero or NaN.
 _TINY = 2.0**-149
@@ -28,7 +31,8 @@ def compact_blocks(
     values = torch.zeros(capacity, dtype=torch.float32)  # [capacity]
     indices = torch.zeros(capacity, dtype=dtype)  # [capacity]
     size = min(BLOCK, -(-numel // 8) * 8)
-    scratch = torch.empty(size), torch.empty(size), torch.empty(size, dtype=torch.bool)
+    strip = size if torch.get_num_threads() == 1 else min(size, STRIP)
+    scratch = torch.empty(size), torch.empty(strip), torch.empty(size, dtype=torch.bool)
 
     found: list[list[tuple[Tensor, Tensor]]] = [[], []]
     count = taken = 0
@@ -38,7 +42,7 @@ def compact_blocks(
             end = min(begin + BLOCK, high)
             x, picked = _pick(fill, bounds, begin, end, limit, scratch)
             if taken == capacity:
-                count += int(torch.count_nonzero(picked[: end - begin]))
+                count += sum(int(torch.count_nonzero(strip)) for strip in picked.split(STRIP))
                 continue
             positions = _positions(picked)  # [picked] int64
             count += positions.numel()
@@ -70,15 +74,18 @@ def _pick(
     limit: float,
     scratch: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    size, done = end - begin, 0
     x, magnitude, picked = scratch
-    for piece, low, high in parts(bounds, begin, end):
-        fill(piece, low, high, x[done : done + high - low])
-        done += high - low
-    torch.abs(x[:size], out=magnitude[:size])
-    torch.ge(magnitude[:size], limit, out=picked[:size])
-    padded = picked[: -(-size // 8) * 8]
-    padded[size:] = False
+    for low in range(begin, end, magnitude.numel()):
+        high = min(low + magnitude.numel(), end)
+        strip = slice(low - begin, high - begin)
+        done = low - begin
+        for piece, first, last in parts(bounds, low, high):
+            fill(piece, first, last, x[done : done + last - first])
+            done += last - first
+        torch.abs(x[strip], out=magnitude[: high - low])
+        torch.ge(magnitude[: high - low], limit, out=picked[strip])
+    padded = picked[: -(-(end - begin) // 8) * 8]
+    padded[end - begin :] = False
     return x, padded
 
 

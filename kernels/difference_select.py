@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+@torch.no_grad()
 def difference_select(
     weights: Sequence[Tensor], anchors: Sequence[Tensor], threshold: Tensor, capacity: int, start: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:

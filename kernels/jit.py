@@ -33,7 +33,11 @@ class jit:  # noqa: N801
         # Triton looks names up in the function's module, so helpers must be its own objects there.
         namespace = self.function.__globals__
         namespace["tl"] = triton.language
-        for name in self.function.__code__.co_names:
+        code = self.function.__code__
+        for name in code.co_names:
             if isinstance(namespace.get(name), jit):
                 namespace[name] = namespace[name].compiled
-        return triton.jit(self.function)
+        # Sizes and starts change from call to call: specialised on, they would compile again and again.
+        names = code.co_varnames[: code.co_argcount]
+        sizes = [name for name in names if name.islower() and not name.endswith("_ptr")]
+        return triton.jit(self.function, do_not_specialize=sizes)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BLOCK = 512
 
 
+@torch.no_grad()
 def scatter_add_(targets: Sequence[Tensor], values: Tensor, indices: Tensor, alpha: float = 1.0) -> None:
     """Computes concat(targets)[indices] += alpha * values in place, skipping products that are zero.
 
@@ -53,10 +54,11 @@ def scatter_add_(targets: Sequence[Tensor], values: Tensor, indices: Tensor, alp
     if bounds[-1] == 0 or entries == 0:
         return None
     tables = device_table([bounds], device), device_table([(x.data_ptr(), KINDS[x.dtype]) for x in targets], device)
-    grid = (-(-entries // BLOCK),)
-    _scatter_add_kernel[grid](
-        *tables, len(targets), products, indices, entries, STEPS=len(bounds).bit_length(), BLOCK=BLOCK, num_warps=4
-    )
+    with torch.cuda.device_of(values):
+        _scatter_add_kernel[(-(-entries // BLOCK),)](
+            *tables, len(targets), products, indices, entries,
+            STEPS=len(bounds).bit_length(), BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.addresses import load_block, locate
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+@torch.no_grad()
 def select(
     vectors: Sequence[Tensor], threshold: Tensor, capacity: int, start: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:

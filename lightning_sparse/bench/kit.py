@@ -1,0 +1,110 @@
+"""What every bench shares: its options, timing in alternation, the table, JSON and plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lightning_sparse.version import __version__
+
+Row = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that every bench takes."""
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each case (default: 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows as a PNG; needs matplotlib")
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot`, drawing to files.
+
+    Raises:
+        SystemExit: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def time_alternating(runs: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each run, timed in turns so that a slow moment of the machine meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, run in runs.items():
+            _synchronize(device)
+            begin = time.perf_counter()
+            run()
+            _synchronize(device)
+            # The first turn warms caches up, and compiles kernels.
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: median(times) for name, times in seconds.items()}
+
+
+def with_progress(title: str, cases: Sequence[Any], measure: Callable[[Any], Iterable[Row]]) -> list[Row]:
+    """The rows of all cases, behind a progress bar on standard error."""
+    rows: list[Row] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for case in progress.track(cases, description=title):
+            rows.extend(measure(case))
+    return rows
+
+
+def print_table(title: str, rows: Sequence[Row], formats: dict[str, Callable[[Any], str]]) -> None:
+    """Prints rows as one table; `formats` gives its columns, in order, and the text of a value."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in formats:
+        text = isinstance(rows[0][name], str)
+        table.add_column(name.replace("_", " "), justify="left" if text else "right", no_wrap=text)
+    for row in rows:
+        table.add_row(*(format_(row[name]) for name, format_ in formats.items()))
+    Console().print(table)
+
+
+def write_json(path: Path, rows: Sequence[Row], device: torch.device) -> None:
+    """Writes {"machine": ..., "versions": ..., "rows": ...}."""
+    machine = {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+    versions = {"lightning_sparse": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    path.write_text(json.dumps({"machine": machine, "versions": versions, "rows": list(rows)}, indent=1) + "\n")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
