@@ -77,6 +77,7 @@ def test_digits_reports_accuracy(strategy: str, tmp_path: Path) -> None:
     row = run("train_digits.py", "--strategy", strategy, "--max-steps", "3", cwd=tmp_path)
     assert set(row) == KEYS | {"val_accuracy"}
     assert row["exchange"] == {"ddp": "all_reduce", "sparse_ddp": "gradients"}[strategy]
+    assert row["ranks_equal"] is True
     assert 0 <= row["val_accuracy"] <= 1
 
 
