@@ -39,7 +39,7 @@ def run(script: str, *arguments: str, cwd: Path) -> Any:
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / script), "--accelerator", "cpu", "--devices", "2", "--quiet"]
     command += ["--batch-size", "2", "--json", "out/result.json", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "seconds per step" in done.stdout
     return json.loads((cwd / "out/result.json").read_text())
