@@ -16,11 +16,11 @@ import pytorch_lightning as pl
 import torch
 from cli import SPARSE, make_strategy
 from pytorch_lightning.callbacks import Callback, RichProgressBar
-from pytorch_lightning.utilities import rank_zero_only
-from report import write
+from report import announce, write
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_sparse.checksum import ranks_equal
 from lightning_sparse.version import __version__
 
 POINTS = 10  # validations in a run
@@ -103,7 +103,7 @@ def train(
     )
     trainer.fit(model, *make_loaders(trainer.world_size))
     # Lightning leaves the model on the CPU; a check that uses the process group wants it on its device
-    equal = _ranks_equal(model.to(trainer.strategy.root_device))
+    equal = ranks_equal(model.to(trainer.strategy.root_device))
     seconds = recorder.seconds()
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val_")}
     row = {
@@ -180,17 +180,11 @@ def main(
     names = [options.strategy] + ([options.compare] if options.compare else [])
     runs = []
     for name in names:
+        if not options.quiet:
+            announce(f"{name}, {options.max_steps} steps on {options.devices} {options.accelerator} ranks")
         run = train(name, options, make_model, make_loaders, gradient_clip_val)
         runs.append(Run(run.row | extend(run.row), run.curve))
-    rank_zero_only(write)([run.row for run in runs], [run.curve for run in runs], options.json, options.plot)
-
-
-def _ranks_equal(model: nn.Module) -> bool | None:
-    try:
-        from lightning_sparse.checksum import ranks_equal
-    except ImportError:
-        return None
-    return ranks_equal(model)
+    write([run.row for run in runs], [run.curve for run in runs], options.json, options.plot)
 
 
 def _now(trainer: pl.Trainer) -> Any:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -11,6 +12,13 @@ Row = dict[str, Any]
 Curve = list[tuple[int, float]]
 
 
+@rank_zero_only
+def announce(text: str) -> None:
+    """Prints what is about to run."""
+    Console().rule(text)
+
+
+@rank_zero_only
 def write(rows: list[Row], curves: list[Curve], json_file: str | None, plot_file: str | None) -> None:
     """Prints the table and writes the files that were asked for; folders are made where missing."""
     Console().print(table(rows))
