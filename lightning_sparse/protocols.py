@@ -72,8 +72,9 @@ class Memory(Protocol):
 class Compressor(Protocol):
     """Which entries of the accumulator are sent?"""
 
-    scope: str
-    """What one selection runs over: "layer", "bucket" or "model"."""
+    @property
+    def scope(self) -> str:
+        """What one selection runs over: "layer", "bucket" or "model"."""
 
     def capacity(self, numel: int, density: float) -> int:
         """Entries the payload holds: a function of (numel, density) only."""
@@ -99,10 +100,15 @@ class Codec(Protocol):
 class Transport(Protocol):
     """Moves buffers between ranks and counts the bytes; the only place that knows torch.distributed."""
 
-    rank: int
-    world_size: int
-    bytes: int
-    """Sent + received by this rank so far, everything included."""
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def bytes(self) -> int:
+        """Sent + received by this rank so far, everything included."""
 
     def all_gather(self, buffer: Tensor) -> Tensor:
         """[w, b] uint8 from every rank's [b] uint8, in rank order."""
@@ -139,8 +145,10 @@ class Tap(Protocol):
     """Where a training step hands over what is exchanged, and takes it back."""
 
     name: str
-    steps: int
-    """Optimizer steps (updates) or synchronised backward passes (gradients) so far: the counter of schedules."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps (updates) or synchronised backward passes (gradients) so far."""
 
     def before_step(self, optimizer: Any) -> None:
         """Called before every optimizer step, skipped ones included."""

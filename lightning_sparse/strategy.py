@@ -25,10 +25,13 @@ from lightning_sparse.sync.buffers import broadcast_state
 from lightning_sparse.sync.gradients import GradientsTap
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
+# DDPStrategy of one tree or the other, which mypy cannot know
+_Base: Any = object
+
 log = logging.getLogger(__name__)
 
 
-class SparseDDP:
+class SparseDDP(_Base):
     """Data-parallel training over a sparse exchange; mixed into each Lightning tree's ``DDPStrategy``.
 
     Args:
@@ -89,22 +92,22 @@ class SparseDDP:
     def setup(self, trainer: Any) -> None:
         """Set up as ``DDPStrategy`` does, then connect the tap that suits the optimizers."""
         if trainer.state.fn != "fit":
-            super().setup(trainer)  # type: ignore[misc]
+            super().setup(trainer)
             return
         module = self._module
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError(
-                f"SparseDDPStrategy: expected a module with trainable parameters, got {type(module).__name__} with none:"
-                " unfreeze a parameter, or use a strategy for one device"
+                f"SparseDDPStrategy: expected a module with trainable parameters, got {type(module).__name__} with"
+                " none: unfreeze a parameter, or use a strategy for one device"
             )
-        super().setup(trainer)  # type: ignore[misc]
+        super().setup(trainer)
         self._connect(trainer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
         if self.tap is not None:
             self.tap.before_step(optimizer)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.tap is not None:
             self.tap.after_step(optimizer)
         return output
@@ -116,7 +119,7 @@ class SparseDDP:
 
     def on_validation_end(self) -> None:
         """Return to this rank's own weights, after everybody else's hooks."""
-        super().on_validation_end()  # type: ignore[misc]
+        super().on_validation_end()
         if self.tap is not None:
             self.tap.leave_shared()
 
@@ -128,9 +131,9 @@ class SparseDDP:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that go into checkpoints: equal on all ranks."""
         if not isinstance(self.tap, UpdatesTap):
-            return super().lightning_module_state_dict()  # type: ignore[misc]
+            return super().lightning_module_state_dict()
         with self.tap.shared(buffers=sys.exc_info()[0] is None):
-            state = super().lightning_module_state_dict()  # type: ignore[misc]
+            state = super().lightning_module_state_dict()
             return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
 
     def summary(self) -> dict[str, Any]:
@@ -150,11 +153,11 @@ class SparseDDP:
             self.reducer.close()
             self._transport.close()
         self.tap = self.reducer = self._transport = None
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """As ``DDPStrategy``, but naming our strategies where it advises its own."""
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
         if exception.args and isinstance(exception.args[0], str):
             advice = exception.args[0].replace("'ddp_find_unused", "'sparse_ddp_find_unused")
             advice = advice.replace("strategy=DDPStrategy(", "strategy=SparseDDPStrategy(")
@@ -162,14 +165,14 @@ class SparseDDP:
 
     @property
     def _module(self) -> nn.Module:
-        return self.lightning_module  # type: ignore[attr-defined, no-any-return]
+        return self.lightning_module
 
     def _connect(self, trainer: Any) -> None:
         optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
         config = self._choose(optimizers)
         if self.world_size == 1:
             log.info("sparse_ddp: one rank, nothing to exchange")
-            super().configure_ddp()  # type: ignore[misc]
+            super().configure_ddp()
             return
         self._transport = ProcessGroup(self._timeout, self._process_group_backend)
         density = self._density if callable(self._density) else constant(float(self._density))
@@ -186,7 +189,7 @@ class SparseDDP:
             memory = self._memory if self._memory is not None else Residual()
             unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
             self.tap = GradientsTap(config, self.reducer, memory, self._module, unused)
-            super().configure_ddp()  # type: ignore[misc]
+            super().configure_ddp()
         else:
             broadcast_state(self._module, self._transport)
             self.tap = UpdatesTap(config, self.reducer, self._transport, self._module, optimizers, is_linear)

@@ -15,7 +15,12 @@ _HOMES = {
     "pytorch_lightning.strategies": "lightning_sparse.pytorch_lightning",
     "lightning.pytorch.strategies": "lightning_sparse.lightning",
 }
-_METHODS = {"sparse_ddp": "popen", "sparse_ddp_spawn": "spawn", "sparse_ddp_fork": "fork", "sparse_ddp_notebook": "fork"}
+_METHODS = {
+    "sparse_ddp": "popen",
+    "sparse_ddp_spawn": "spawn",
+    "sparse_ddp_fork": "fork",
+    "sparse_ddp_notebook": "fork",
+}
 
 
 def register_trees() -> None:
@@ -30,7 +35,11 @@ def register_trees() -> None:
 def _register(strategies: ModuleType) -> None:
     registry, home = strategies.StrategyRegistry, _HOMES[strategies.__name__]
     for name, method in _METHODS.items():
-        for suffix, unused in (("", None), ("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)):
+        for suffix, unused in (
+            ("", None),
+            ("_find_unused_parameters_true", True),
+            ("_find_unused_parameters_false", False),
+        ):
             if name + suffix in registry:
                 continue
             options: dict[str, Any] = {} if unused is None else {"find_unused_parameters": unused}

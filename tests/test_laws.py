@@ -58,7 +58,7 @@ def test_compressor_picks_entries_of_the_vector(name: str, x: Tensor, density: f
     assert picked.capacity == capacity
     assert picked.numel == x.numel()
     assert (indices.diff() > 0).all()
-    assert indices.numel() == 0 or (0 <= indices[0] and indices[-1] < x.numel())
+    assert indices.numel() == 0 or (indices[0] >= 0 and indices[-1] < x.numel())
     assert torch.equal(values, x[indices])
     assert not values.isnan().any()
 

@@ -59,5 +59,7 @@ class Raw:
         if capacity and not wire.is_cuda:
             low, high = torch.aminmax(indices)
             if int(low) < 0 or int(high) >= numel:
-                raise ValueError(f"Raw: expected indices in [0, {numel}), got {int(low)} to {int(high)}: corrupt payload")
+                raise ValueError(
+                    f"Raw: expected indices in [0, {numel}), got {int(low)} to {int(high)}: corrupt payload"
+                )
         return SparseVector(values, indices, numel)

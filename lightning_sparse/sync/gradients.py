@@ -108,7 +108,7 @@ class GradientsTap:
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()
-        devices = [buffer.device] if buffer.is_cuda else None
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         if buffer.is_sparse:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,9 +108,7 @@ class UpdatesTap:
         self._merge(group)
         small = {name for name, p in group.parameters.items() if is_small(p, self._config.dense_below)}
         sparse, dense = [n for n in group.parameters if n not in small], [n for n in group.parameters if n in small]
-        job = Job(
-            group.name, group.exchanges, group.anchor, sparse, group.views(sparse), dense, group.views(dense)
-        )
+        job = Job(group.name, group.exchanges, group.anchor, sparse, group.views(sparse), dense, group.views(dense))
         group.exchanges += 1
         # picked here and not on the worker: the next step changes the weights
         group.flight = self._reducer.submit_picked(self._reducer.pick(job))

@@ -171,7 +171,11 @@ def density_one() -> dict[str, Any]:
 def gradients_telescope() -> dict[str, Any]:
     """Sparse gradients through several buckets and their rebuild, with accumulation."""
     out = {}
-    for name, compressor in {"layer": ls.TopK(scope="layer"), "bucket": ls.SampledTopK(scope="bucket"), "model": None}.items():
+    for name, compressor in {
+        "layer": ls.TopK(scope="layer"),
+        "bucket": ls.SampledTopK(scope="bucket"),
+        "model": None,
+    }.items():
         net, ledger = Net("sgd"), Ledger()
         strategy = ls.SparseDDPStrategy(density=0.05, compressor=compressor, bucket_cap_mb=0.005)
         trainer = fit(net, strategy, callbacks=[ledger], accumulate_grad_batches=2)

@@ -118,7 +118,9 @@ def test_the_anchor_is_shown_and_training_goes_on_from_own_weights(ranks: list[d
     assert first["weights"]["layers.1.running_mean"].abs().max() > 0
 
 
-def test_checkpoints_hold_what_ranks_share(ranks: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_checkpoints_hold_what_ranks_share(
+    ranks: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     files = ranks[0]["anchor_is_shown"]["files"]
     assert len(files) == 2
     folder = next(tmp_path_factory.getbasetemp().glob("scenarios*")) / "checkpoints"
