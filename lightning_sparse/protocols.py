@@ -128,6 +128,8 @@ class Mean:
     scale: float
     rejected: SparseVector | None = None
     """Entries of this rank that are not in the mean."""
+    finite: bool = True
+    """False, on every rank, if any rank's entries are not finite."""
 
 
 @runtime_checkable

@@ -150,16 +150,16 @@ class Reducer:
         tail = picked.tail.clone()
         if tail.numel():
             self.transport.all_reduce_mean_(tail)
-        finite = bool(tail.isfinite().all()) and (mean is None or mean.rejected is None)
+        finite = bool(tail.isfinite().all()) and (mean is None or mean.finite)
         decoding = self._codec.seconds - decoding
         self._count("exchange", start + decoding)
         self.totals.seconds["decode"] += decoding
         self._total(picked)
         return Outcome(picked, mean, tail, finite)
 
-    def close(self) -> None:
-        """Stop the worker."""
-        self._worker.close()
+    def close(self) -> bool:
+        """Stop the worker; False if it is stuck in an exchange that no other rank joins."""
+        return self._worker.close()
 
     def _finish(self, outcome: Outcome, apply: Callable[[Outcome], _T]) -> _T:
         start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable
@@ -77,6 +78,8 @@ class SparseDDP(_Base):
         self.reducer: Reducer | None = None
         self._transport: ProcessGroup | None = None
         self._summary: dict[str, Any] = {}
+        self._stepping = False
+        self._handles: list[Any] = []
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree is given this strategy
@@ -105,11 +108,15 @@ class SparseDDP(_Base):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
-        if self.tap is not None:
-            self.tap.before_step(optimizer)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.tap is not None:
-            self.tap.after_step(optimizer)
+        if self.tap is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.tap.before_step(optimizer)
+        self._stepping = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        self.tap.after_step(optimizer)
         return output
 
     def enter_shared(self) -> None:
@@ -132,7 +139,8 @@ class SparseDDP(_Base):
         """The weights that go into checkpoints: equal on all ranks."""
         if not isinstance(self.tap, UpdatesTap):
             return super().lightning_module_state_dict()
-        with self.tap.shared(buffers=sys.exc_info()[0] is None):
+        # while an exception is handled, other ranks may not come
+        with self.tap.shared(together=sys.exc_info()[0] is None):
             state = super().lightning_module_state_dict()
             return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
 
@@ -148,10 +156,16 @@ class SparseDDP(_Base):
 
     def teardown(self) -> None:
         """Stop the worker, give the process group up, and tear down as ``DDPStrategy`` does."""
+        if isinstance(self.tap, UpdatesTap):
+            self.tap.abandon()
         if self.reducer is not None and self._transport is not None:
             self._summary = self._summarise()
-            self.reducer.close()
-            self._transport.close()
+            # a group in use cannot be given up
+            if self.reducer.close():
+                self._transport.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         self.tap = self.reducer = self._transport = None
         super().teardown()
 
@@ -186,7 +200,8 @@ class SparseDDP(_Base):
             self._seed,
         )
         if isinstance(config, Gradients):
-            memory = self._memory if self._memory is not None else Residual()
+            # a copy: every fit starts with an empty memory
+            memory = copy.deepcopy(self._memory) if self._memory is not None else Residual()
             unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
             self.tap = GradientsTap(config, self.reducer, memory, self._module, unused)
             super().configure_ddp()
@@ -194,6 +209,7 @@ class SparseDDP(_Base):
             broadcast_state(self._module, self._transport)
             self.tap = UpdatesTap(config, self.reducer, self._transport, self._module, optimizers, is_linear)
             trainer.callbacks.insert(0, self._first_callback())
+            self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
         if self.is_global_zero:
             log.info(
                 f"sparse_ddp: {config} over {self.world_size} ranks, density {self._density},"
@@ -213,6 +229,11 @@ class SparseDDP(_Base):
                 f" got {self._memory}: pass exchange=Gradients() to use it"
             )
         return chosen
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        # manual optimization may step an optimizer without asking Lightning
+        if self.tap is not None and not self._stepping:
+            self.tap.after_step(optimizer)
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers a hook on CUDA only, silently

@@ -54,10 +54,11 @@ class Worker:
         self._tasks.put(run)
         return future
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Let queued tasks end, for at most ``timeout`` seconds, and stop the thread."""
+    def close(self, timeout: float = 5.0) -> bool:
+        """Let queued tasks end, for at most ``timeout`` seconds, and stop the thread; whether it has stopped."""
         self._tasks.put(None)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _loop(self) -> None:
         if self._stream is not None:

@@ -30,7 +30,7 @@ class AllGather:
         parts = [codec.decode(row, sent.numel, sent.capacity) for row in wires.unbind()]
         # one host read for all ranks
         finite = bool(torch.stack([part.values.isfinite().all() for part in parts]).all())
-        return Mean(parts, 1.0 / transport.world_size, rejected=None if finite else sent)
+        return Mean(parts, 1.0 / transport.world_size, rejected=None if finite else sent, finite=finite)
 
     def nbytes(self, payload: int, world_size: int) -> int:
         return 2 * (world_size - 1) * payload

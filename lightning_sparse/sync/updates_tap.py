@@ -116,7 +116,7 @@ class UpdatesTap:
             self._merge(group)
 
     def enter_shared(self) -> None:
-        self._enter(buffers=True)
+        self._enter(together=True)
 
     @torch.no_grad()
     def leave_shared(self) -> None:
@@ -129,12 +129,16 @@ class UpdatesTap:
             group.own = []
 
     @contextmanager
-    def shared(self, buffers: bool) -> Iterator[None]:
-        """The module shows the anchor inside the block; with ``buffers``, every rank must enter it."""
+    def shared(self, together: bool) -> Iterator[None]:
+        """The module shows the anchor inside the block.
+
+        Args:
+            together: every rank enters it, so buffers can be shared and exchanges waited for.
+        """
         if self._shared or self._finished:
             yield
             return
-        self._enter(buffers)
+        self._enter(together)
         try:
             yield
         finally:
@@ -145,8 +149,17 @@ class UpdatesTap:
         if self._finished:
             return
         self.leave_shared()
-        self._show_anchor(keep=False)
+        self._show_anchor(keep=False, wait=True)
         share_buffers(self._module, self._transport)
+        self._finished = True
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Training ended early: the module keeps the anchor, and nobody is waited for."""
+        if self._finished:
+            return
+        self.leave_shared()
+        self._show_anchor(keep=False, wait=False)
         self._finished = True
 
     @torch.no_grad()
@@ -169,17 +182,18 @@ class UpdatesTap:
         group.add(dict(self._unowned.pop(key) for key in mine if key in self._unowned))
 
     @torch.no_grad()
-    def _enter(self, buffers: bool) -> None:
+    def _enter(self, together: bool) -> None:
         if self._shared or self._finished:
             return
         self._shared = True
-        self._show_anchor(keep=True)
-        if buffers:
+        self._show_anchor(keep=True, wait=together)
+        if together:
             share_buffers(self._module, self._transport)
 
-    def _show_anchor(self, keep: bool) -> None:
+    def _show_anchor(self, keep: bool, wait: bool) -> None:
         for group in self._groups.values():
-            self._merge(group)
+            if wait:
+                self._merge(group)
             names = list(group.parameters)
             views = group.views(names)
             group.own = [view.clone() for view in views] if keep else []
