@@ -75,15 +75,19 @@ def _pick(
     scratch: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     x, magnitude, picked = scratch
-    for low in range(begin, end, magnitude.numel()):
-        high = min(low + magnitude.numel(), end)
-        strip = slice(low - begin, high - begin)
-        done = low - begin
-        for piece, first, last in parts(bounds, low, high):
-            fill(piece, first, last, x[done : done + last - first])
+    size = magnitude.numel()
+    for low, entries, marks in zip(range(begin, end, size), x.split(size), picked.split(size), strict=False):
+        length = min(size, end - low)
+        room = magnitude
+        if length < size:
+            entries, marks, room = entries[:length], marks[:length], magnitude[:length]
+        done = 0
+        for piece, first, last in parts(bounds, low, low + length):
+            whole = last - first == length
+            fill(piece, first, last, entries if whole else entries[done : done + last - first])
             done += last - first
-        torch.abs(x[strip], out=magnitude[: high - low])
-        torch.ge(magnitude[: high - low], limit, out=picked[strip])
+        torch.abs(entries, out=room)
+        torch.ge(room, limit, out=marks)
     padded = picked[: -(-(end - begin) // 8) * 8]
     padded[end - begin :] = False
     return x, padded
