@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 import torch
-from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
 SPARSE = "sparse_ddp"
 
@@ -38,8 +38,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if options.memory == "momentum" and options.exchange != "gradients":
         parser.error("--memory momentum needs --exchange gradients")
-    if options.exchange != "updates" and updates_arguments(options):
-        parser.error("--every, --anchor-step and --overlap need --exchange updates")
+    if options.exchange == "gradients" and updates_arguments(options):
+        parser.error("--every, --anchor-step and --overlap do not go with --exchange gradients")
+    for name in (options.strategy, options.compare or ""):
+        if any(method in name for method in ("spawn", "fork", "notebook")):
+            parser.error(f"expected a strategy whose ranks return to this script, got {name}: use {SPARSE} or ddp")
     for name in ("max_steps", "batch_size"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
@@ -59,14 +62,15 @@ def updates_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
     """Returns what `Trainer(strategy=...)` takes: the name, or our strategy with the options of the command line."""
-    if name != SPARSE:
+    if not name.startswith(SPARSE):
         return name
     from lightning_sparse import Gradients, MomentumResidual, SparseDDPStrategy, Updates
 
     exchange: str | Gradients | Updates = "auto"
     if options.exchange == "gradients":
         exchange = Gradients()
-    elif options.exchange == "updates":
+    elif options.exchange == "updates" or updates_arguments(options):
         exchange = Updates(**updates_arguments(options))
     memory = MomentumResidual(0.9) if options.memory == "momentum" else None
-    return SparseDDPStrategy(density=options.density, exchange=exchange, memory=memory)
+    registered = StrategyRegistry[name]["init_params"]
+    return SparseDDPStrategy(density=options.density, exchange=exchange, memory=memory, **registered)

@@ -128,7 +128,7 @@ def exchanged(name: str, trainer: pl.Trainer, model: nn.Module) -> Row:
     """What was sent; bytes are sent + received per step and rank, for dense DDP those of a ring all-reduce in fp32."""
     w = trainer.world_size
     dense = 4 * (w - 1) / w * 4 * numel(model)
-    if name != SPARSE:
+    if not name.startswith(SPARSE):
         return {"exchange": "all_reduce", "density": 1.0, "bytes_per_step": dense, "dense_bytes_per_step": dense}
     summary = trainer.strategy.summary()
     return {key: summary[key] for key in ("exchange", "density", "bytes_per_step")} | {"dense_bytes_per_step": dense}
