@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from lightning_sparse.arguments import check_ddp_options, check_parts, is_linear
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import AllGather, ProcessGroup
 from lightning_sparse.communicators.process_group import ring_bytes
@@ -64,8 +64,8 @@ class SparseDDP(_Base):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
-        _check(density, exchange, compressor, memory, codec, communicator)
-        _check_ddp(kwargs)
+        check_parts(density, exchange, compressor, memory, codec, communicator)
+        check_ddp_options(kwargs)
         super().__init__(**kwargs)
         self._density = density
         self._exchange = exchange
@@ -209,7 +209,11 @@ class SparseDDP(_Base):
             broadcast_state(self._module, self._transport)
             self.tap = UpdatesTap(config, self.reducer, self._transport, self._module, optimizers, is_linear)
             trainer.callbacks.insert(0, self._first_callback())
-            self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+            for optimizer in optimizers:
+                self._handles += [
+                    optimizer.register_step_pre_hook(self._about_to_step),
+                    optimizer.register_step_post_hook(self._stepped),
+                ]
         if self.is_global_zero:
             log.info(
                 f"sparse_ddp: {config} over {self.world_size} ranks, density {self._density},"
@@ -230,8 +234,12 @@ class SparseDDP(_Base):
             )
         return chosen
 
+    # manual optimization may step an optimizer without asking Lightning
+    def _about_to_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.tap is not None and not self._stepping:
+            self.tap.before_step(optimizer)
+
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        # manual optimization may step an optimizer without asking Lightning
         if self.tap is not None and not self._stepping:
             self.tap.after_step(optimizer)
 
@@ -258,46 +266,3 @@ class SparseDDP(_Base):
 
 _OTHER = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}
 _HOME = {"pytorch_lightning": "lightning_sparse", "lightning.pytorch": "lightning_sparse.lightning"}
-
-
-def is_linear(optimizer: Optimizer) -> bool:
-    """Whether the step is linear in the gradient, so that delaying a part of it only delays its effect."""
-    return type(optimizer) is SGD
-
-
-def _check(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
-    if not callable(density) and not (isinstance(density, (int, float)) and 0 < density <= 1):
-        raise ValueError(f"SparseDDPStrategy: density must be in (0, 1] or a schedule, got {density!r}")
-    if not (exchange == "auto" or isinstance(exchange, (Gradients, Updates))):
-        raise ValueError(
-            f"SparseDDPStrategy: exchange must be 'auto', Gradients(...) or Updates(...), got {exchange!r}"
-        )
-    seams = (
-        ("compressor", compressor, Compressor, "TopK()"),
-        ("memory", memory, Memory, "Residual()"),
-        ("codec", codec, Codec, "Raw()"),
-        ("communicator", communicator, Communicator, "AllGather()"),
-    )
-    for name, value, protocol, example in seams:
-        if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
-            raise TypeError(f"SparseDDPStrategy: {name} must be an object such as {example}, got {value!r}")
-
-
-def _check_ddp(kwargs: dict[str, Any]) -> None:
-    advice = "sparse_ddp registers its own hook; use strategy='ddp' for another one"
-    for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"SparseDDPStrategy: expected no {name}, got {kwargs[name]!r}: {advice}")
-    state = kwargs.get("ddp_comm_state")
-    if isinstance(state, PostLocalSGDState) or kwargs.get("model_averaging_period") is not None:
-        raise ValueError(
-            "SparseDDPStrategy: expected no post-local SGD (ddp_comm_state, model_averaging_period), got it:"
-            " use exchange=Updates(every=H) for local steps"
-        )
-    if state is not None:
-        raise ValueError(f"SparseDDPStrategy: expected no ddp_comm_state, got {state!r}: {advice}")
-    if kwargs.get("mixed_precision") is not None:
-        raise ValueError(
-            f"SparseDDPStrategy: expected no DDP mixed_precision, got {kwargs['mixed_precision']!r}:"
-            " it registers a hook of its own; use Trainer(precision='bf16-mixed')"
-        )

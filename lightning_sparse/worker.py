@@ -46,7 +46,11 @@ class Worker:
             try:
                 if ready is not None and self._stream is not None:
                     self._stream.wait_event(ready)
-                future.set_result(task())
+                result = task()
+                if self._stream is not None:
+                    # whoever waits may use the result on any stream
+                    self._stream.synchronize()
+                future.set_result(result)
             except BaseException as error:
                 self._error = error
                 future.set_exception(error)

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 import lightning_sparse as ls
 import lightning_sparse.lightning as ls_lightning
-from lightning_sparse.strategy import is_linear
+from lightning_sparse.arguments import is_linear
 
 NAMES = [
     f"sparse_ddp{start}{unused}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -12,36 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.kernels.scatter_add import scatter_add_
-from lightning_sparse.protocols import Schedule, Transport
-from lightning_sparse.reducer import Job, Outcome, Reducer
+from lightning_sparse.protocols import Transport
+from lightning_sparse.reducer import Job, Reducer
 from lightning_sparse.schedules import constant
-from lightning_sparse.sync.anchor import Anchor
 from lightning_sparse.sync.buffers import share_buffers
-from lightning_sparse.sync.flat import flat_view, is_small
+from lightning_sparse.sync.flat import is_small
+from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.updates import Updates
-
-
-class _Group:
-    """The parameters of one optimizer, their anchor, and the exchange in flight."""
-
-    def __init__(self, name: str, eta: Schedule) -> None:
-        self.name = name
-        self.steps = 0
-        self.exchanges = 0
-        self.eta = eta
-        self.known = 0
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.anchor = Anchor()
-        self.flight: Future[Outcome] | None = None
-        self.own: list[Tensor] = []
-
-    def add(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.parameters.update(parameters)
-        self.anchor.add(list(parameters), self.views(list(parameters)))
-
-    def views(self, names: Sequence[str]) -> list[Tensor]:
-        # taken anew each time: the storage of a parameter may change between steps
-        return [flat_view(self.parameters[name]) for name in names]
 
 
 class UpdatesTap:
@@ -72,7 +48,7 @@ class UpdatesTap:
         self._reducer = reducer
         self._transport = transport
         self._module = module
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self._shared = False
         self._finished = False
         self._before: list[Tensor] | None = None
@@ -81,7 +57,7 @@ class UpdatesTap:
         for position, optimizer in enumerate(optimizers):
             default = 1.0 if is_linear(optimizer) else math.sqrt(transport.world_size)
             eta = config.anchor_step if config.anchor_step is not None else default
-            group = _Group(f"optimizer {position}", eta if callable(eta) else constant(float(eta)))
+            group = Group(f"optimizer {position}", eta if callable(eta) else constant(float(eta)))
             self._groups[id(optimizer)] = group
             self._adopt(group, optimizer)
 
@@ -102,6 +78,7 @@ class UpdatesTap:
         if self._before is not None:
             moved = zip(group.views(list(group.parameters)), self._before, strict=True)
             self._norm = math.sqrt(sum(float((p - before).double().square().sum()) for p, before in moved))
+            self._before = None
         group.steps += 1
         if group.steps % self._config.every:
             return
@@ -171,7 +148,7 @@ class UpdatesTap:
                 squares += float((view.float() - anchor).double().square().sum())
         return {"left": math.sqrt(squares), "input": self._norm}
 
-    def _adopt(self, group: _Group, optimizer: Optimizer) -> None:
+    def _adopt(self, group: Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
         count = sum(len(entry["params"]) for entry in optimizer.param_groups)
         if count == group.known:
@@ -201,7 +178,7 @@ class UpdatesTap:
                 view.copy_(anchor)
 
     @torch.no_grad()
-    def _merge(self, group: _Group) -> None:
+    def _merge(self, group: Group) -> None:
         """Wait for the exchange in flight and add its mean to the anchor and to this rank's weights."""
         if group.flight is None:
             return

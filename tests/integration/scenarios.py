@@ -6,11 +6,13 @@ Run by `test_scenarios.py` as a script: Lightning starts the second rank by runn
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
@@ -259,7 +261,9 @@ class TwoOptimizers(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        body, head = self.optimizers()
+        body = self.optimizers()[0]
+        # stepped behind Lightning's back
+        head = self.optimizers(use_pl_optimizer=False)[1]
         self.toggle_optimizer(body)
         self.manual_backward(self.loss(batch) / 2)
         if batch_idx % 2:
@@ -389,14 +393,36 @@ def again() -> dict[str, Any]:
     return out
 
 
-SCENARIOS = {
-    f.__name__: f
-    for f in (density_one, gradients_telescope, updates_telescope, manual, unused, row_sparse, finetuning, again)
-}
+class Fails(Net):
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        if self.global_step == 10:
+            raise RuntimeError("the user's own error")
+        return super().training_step(batch)
+
+
+def interrupted() -> dict[str, Any]:
+    net = Fails("adamw")
+    start = weights(net)
+    with pytest.raises(RuntimeError, match="the user's own error"):
+        fit(net, ls.SparseDDPStrategy(density=0.05))
+    return {"start": start, "weights": weights(net), "threads": [t.name for t in threading.enumerate()]}
+
+
+SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
+    density_one,
+    gradients_telescope,
+    updates_telescope,
+    manual,
+    unused,
+    row_sparse,
+    finetuning,
+    again,
+    interrupted,
+)
 
 
 def run(folder: Path) -> None:
-    results: dict[str, Any] = {name: scenario() for name, scenario in SCENARIOS.items()}
+    results: dict[str, Any] = {scenario.__name__: scenario() for scenario in SCENARIOS}
     results["anchor_is_shown"] = anchor_is_shown(folder / "checkpoints")
     torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()

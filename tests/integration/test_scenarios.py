@@ -160,6 +160,12 @@ def test_parameters_that_join_later_are_exchanged(ranks: list[dict[str, Any]]) -
     assert not torch.equal(result["start"]["layers.0.weight"], result["weights"]["layers.0.weight"])
 
 
+def test_interrupted_training_leaves_the_anchor_and_no_worker(ranks: list[dict[str, Any]]) -> None:
+    result = ranks[0]["interrupted"]
+    assert not same(result["start"], result["weights"])
+    assert "lightning_sparse" not in result["threads"]
+
+
 def test_summary_counts_bytes(ranks: list[dict[str, Any]]) -> None:
     summary = ranks[0]["gradients_telescope"]["model"]["summary"]
     entries = round(0.05 * (32 * 64 + 64 * 64)) * 8  # the two large matrices: int32 index and fp32 value

@@ -1,0 +1,56 @@
+"""What the strategy accepts: every argument is checked before ranks talk to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.optim import SGD, Optimizer
+
+from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
+from lightning_sparse.sync import Gradients, Updates
+
+
+def is_linear(optimizer: Optimizer) -> bool:
+    """Whether the step is linear in the gradient, so that delaying a part of it only delays its effect."""
+    return type(optimizer) is SGD
+
+
+def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
+    """Raise ValueError or TypeError unless each is what its seam takes (None stands for the default)."""
+    if not callable(density) and not (isinstance(density, (int, float)) and 0 < density <= 1):
+        raise ValueError(f"SparseDDPStrategy: density must be in (0, 1] or a schedule, got {density!r}")
+    if not (exchange == "auto" or isinstance(exchange, (Gradients, Updates))):
+        raise ValueError(
+            f"SparseDDPStrategy: exchange must be 'auto', Gradients(...) or Updates(...), got {exchange!r}"
+        )
+    seams = (
+        ("compressor", compressor, Compressor, "TopK()"),
+        ("memory", memory, Memory, "Residual()"),
+        ("codec", codec, Codec, "Raw()"),
+        ("communicator", communicator, Communicator, "AllGather()"),
+    )
+    for name, value, protocol, example in seams:
+        if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
+            raise TypeError(f"SparseDDPStrategy: {name} must be an object such as {example}, got {value!r}")
+
+
+def check_ddp_options(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError on options of DDPStrategy that would take the hook away from us."""
+    advice = "sparse_ddp registers its own hook; use strategy='ddp' for another one"
+    for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"SparseDDPStrategy: expected no {name}, got {kwargs[name]!r}: {advice}")
+    state = kwargs.get("ddp_comm_state")
+    if isinstance(state, PostLocalSGDState) or kwargs.get("model_averaging_period") is not None:
+        raise ValueError(
+            "SparseDDPStrategy: expected no post-local SGD (ddp_comm_state, model_averaging_period), got it:"
+            " use exchange=Updates(every=H) for local steps"
+        )
+    if state is not None:
+        raise ValueError(f"SparseDDPStrategy: expected no ddp_comm_state, got {state!r}: {advice}")
+    if kwargs.get("mixed_precision") is not None:
+        raise ValueError(
+            f"SparseDDPStrategy: expected no DDP mixed_precision, got {kwargs['mixed_precision']!r}:"
+            " it registers a hook of its own; use Trainer(precision='bf16-mixed')"
+        )

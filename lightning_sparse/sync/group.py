@@ -1,0 +1,43 @@
+"""Group: what the updates exchange knows of one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from torch import Tensor, nn
+
+from lightning_sparse.protocols import Schedule
+from lightning_sparse.reducer import Outcome
+from lightning_sparse.sync.anchor import Anchor
+from lightning_sparse.sync.flat import flat_view
+
+
+class Group:
+    """The parameters of one optimizer, their anchor, and the exchange in flight.
+
+    Args:
+        name: of the stream of exchanges.
+        eta: schedule of the anchor step over exchanges.
+    """
+
+    def __init__(self, name: str, eta: Schedule) -> None:
+        self.name = name
+        self.steps = 0
+        self.exchanges = 0
+        self.eta = eta
+        self.known = 0
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.anchor = Anchor()
+        self.flight: Future[Outcome] | None = None
+        self.own: list[Tensor] = []
+
+    def add(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Take up parameters that ranks agree on now."""
+        self.parameters.update(parameters)
+        self.anchor.add(list(parameters), self.views(list(parameters)))
+
+    def views(self, names: Sequence[str]) -> list[Tensor]:
+        """The weights as flat views: [n] each."""
+        # taken anew each time: the storage of a parameter may change between steps
+        return [flat_view(self.parameters[name]) for name in names]
