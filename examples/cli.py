@@ -17,6 +17,9 @@ def make_parser(description: str, *, max_steps: int, batch_size: int, lr: float)
     parser.add_argument("--exchange", choices=["auto", "gradients", "updates"], default="auto", help="what ranks send")
     parser.add_argument("--memory", choices=["residual", "momentum"], default="residual", help="for gradients only")
     parser.add_argument("--density", type=float, default=0.01, help="fraction of entries sent, in (0, 1]")
+    parser.add_argument("--compressor", choices=["topk", "sampled"], default="topk", help="exact, or from a sample")
+    parser.add_argument("--scope", choices=["model", "bucket", "layer"], default="model", help="of one selection")
+    parser.add_argument("--values", choices=["fp32", "bf16", "fp16"], default="fp32", help="type on the wire")
     parser.add_argument("--anchor-step", type=float, help="for updates only; unset: the strategy's default")
     parser.add_argument("--every", type=int, help="steps between exchanges, for updates only")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="for updates only")
@@ -64,7 +67,7 @@ def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
     """Returns what `Trainer(strategy=...)` takes: the name, or our strategy with the options of the command line."""
     if not name.startswith(SPARSE):
         return name
-    from lightning_sparse import Gradients, MomentumResidual, SparseDDPStrategy, Updates
+    from lightning_sparse import Gradients, MomentumResidual, Raw, SampledTopK, SparseDDPStrategy, TopK, Updates
 
     exchange: str | Gradients | Updates = "auto"
     if options.exchange == "gradients":
@@ -72,5 +75,12 @@ def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
     elif options.exchange == "updates" or updates_arguments(options):
         exchange = Updates(**updates_arguments(options))
     memory = MomentumResidual(0.9) if options.memory == "momentum" else None
-    registered = StrategyRegistry[name]["init_params"]
-    return SparseDDPStrategy(density=options.density, exchange=exchange, memory=memory, **registered)
+    compressor = TopK(options.scope) if options.compressor == "topk" else SampledTopK(scope=options.scope)
+    return SparseDDPStrategy(
+        density=options.density,
+        exchange=exchange,
+        compressor=compressor,
+        memory=memory,
+        codec=Raw(options.values),
+        **StrategyRegistry[name]["init_params"],
+    )

@@ -45,6 +45,22 @@ RESIDUAL = Case("`Gradients` + `Residual`", "--strategy sparse_ddp --exchange gr
 MOMENTUM = Case("`Gradients` + `MomentumResidual`", "--strategy sparse_ddp --exchange gradients --memory momentum")
 BOARDS = {
     "lm-300": Board("Language model, AdamW, 300 steps", "train_lm.py", "--max-steps 300", 3, (DDP, DEFAULT)),
+    "choices": Board(
+        "Language model, AdamW, 300 steps: one option changed",
+        "train_lm.py",
+        "--max-steps 300 --strategy sparse_ddp",
+        1,
+        (
+            Case("default: exact `TopK` over the model, fp32 values, overlap, `anchor_step` sqrt(2)", ""),
+            Case("`Updates(overlap=False)`", "--no-overlap"),
+            Case("`Updates(anchor_step=1)`", "--anchor-step 1"),
+            Case('`TopK(scope="layer")`', "--scope layer"),
+            Case("`SampledTopK()`", "--compressor sampled"),
+            Case('`Raw("bf16")`', "--values bf16"),
+            Case("`Updates(every=4)`", "--every 4"),
+            Case("`exchange=Gradients()`", "--exchange gradients"),
+        ),
+    ),
     "lm-1000": Board(
         "Language model, AdamW, 1000 steps",
         "train_lm.py",
@@ -97,7 +113,9 @@ def markdown(key: str) -> str:
         if path.exists():
             rows.setdefault(case, []).append(json.loads(path.read_text()))
     accuracy = board.script == "train_digits.py"
-    head = ["", "validation loss", "against `ddp`", "MB per step", "of dense"] + (["accuracy"] if accuracy else [])
+    head = ["", "validation loss", "against the first line", "MB per step", "of dense"] + (
+        ["accuracy"] if accuracy else []
+    )
     lines = [f"**{board.title}**, 2 ranks, mean of {board.seeds} seed(s)", "", " | ".join(["", *head, ""]).strip()]
     lines.append("|" + "---|" * len(head))
     first = mean(rows[board.cases[0]], "val_loss") if board.cases[0] in rows else float("nan")
