@@ -34,6 +34,7 @@ class _Group:
         self.anchor = Anchor()
         self.flight: Future[Outcome] | None = None
         self.own: list[Tensor] = []
+        self.moved = 0.0
 
     def add(self, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters.update(parameters)
@@ -76,7 +77,6 @@ class UpdatesTap:
         self._shared = False
         self._finished = False
         self._before: list[Tensor] | None = None
-        self._norm = 0.0
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
             default = 1.0 if is_linear(optimizer) else math.sqrt(transport.world_size)
@@ -99,9 +99,11 @@ class UpdatesTap:
 
     def after_step(self, optimizer: Optimizer) -> None:
         group = self._groups[id(optimizer)]
-        if self._before is not None:
-            moved = zip(group.views(list(group.parameters)), self._before, strict=True)
-            self._norm = math.sqrt(sum(float((p - before).double().square().sum()) for p, before in moved))
+        # not every step is announced: an optimizer may be stepped by hand
+        before, self._before = self._before, None
+        if before is not None:
+            moved = zip(group.views(list(group.parameters)), before, strict=True)
+            group.moved = math.sqrt(sum(float((p - old).double().square().sum()) for p, old in moved))
         group.steps += 1
         if group.steps % self._config.every:
             return
@@ -169,7 +171,7 @@ class UpdatesTap:
             names = list(group.parameters)
             for view, anchor in zip(group.views(names), group.anchor.of(names), strict=True):
                 squares += float((view.float() - anchor).double().square().sum())
-        return {"left": math.sqrt(squares), "input": self._norm}
+        return {"left": math.sqrt(squares), "input": math.hypot(*(group.moved for group in self._groups.values()))}
 
     def _adopt(self, group: _Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
