@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from lightning_sparse.communicators import AllGather
     from lightning_sparse.compressors import SampledTopK, TopK
     from lightning_sparse.memory import MomentumResidual, NoMemory, Residual
-    from lightning_sparse.pytorch_lightning import SparseDDPStrategy
+    from lightning_sparse.pytorch_lightning import DensityMonitor, SparseDDPStrategy, SparseProgressBar
     from lightning_sparse.schedules import constant, exponential_warmup, piecewise
     from lightning_sparse.sync import Gradients, Updates
 
 _EXPORTS = {
     "AllGather": "communicators",
+    "DensityMonitor": "pytorch_lightning",
     "Gradients": "sync",
     "MomentumResidual": "memory",
     "NoMemory": "memory",
@@ -33,6 +34,7 @@ _EXPORTS = {
     "Residual": "memory",
     "SampledTopK": "compressors",
     "SparseDDPStrategy": "pytorch_lightning",
+    "SparseProgressBar": "pytorch_lightning",
     "TopK": "compressors",
     "Updates": "sync",
     "constant": "schedules",
@@ -42,6 +44,7 @@ _EXPORTS = {
 
 __all__ = [
     "AllGather",
+    "DensityMonitor",
     "Gradients",
     "MomentumResidual",
     "NoMemory",
@@ -49,6 +52,7 @@ __all__ = [
     "Residual",
     "SampledTopK",
     "SparseDDPStrategy",
+    "SparseProgressBar",
     "TopK",
     "Updates",
     "__version__",

@@ -1,11 +1,14 @@
-"""The strategy for ``pytorch_lightning.Trainer``."""
+"""The strategy and the callbacks for ``pytorch_lightning.Trainer``."""
 
 from __future__ import annotations
 
 from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparse.callbacks.anchor_first import AnchorFirst
+from lightning_sparse.callbacks.density_monitor import Monitor
+from lightning_sparse.callbacks.progress_bar import TrafficBar
 from lightning_sparse.strategy import SparseDDP
 
 
@@ -15,6 +18,14 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
 
     def _first_callback(self) -> Callback:
         return _AnchorFirst()
+
+
+class DensityMonitor(Monitor, Callback):
+    __doc__ = Monitor.__doc__
+
+
+class SparseProgressBar(TrafficBar, RichProgressBar):
+    __doc__ = TrafficBar.__doc__
 
 
 class _AnchorFirst(AnchorFirst, Callback):

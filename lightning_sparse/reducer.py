@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -63,7 +64,11 @@ class Outcome:
 class Totals:
     """Sums since the start, for reports."""
 
+    submitted: int = 0
+    """Exchanges begun; those in flight are in none of the other sums."""
     exchanges: int = 0
+    bytes: int = 0
+    """What the transport had counted when the last exchange ended."""
     entries: int = 0
     """Entries that payloads had room for, dense parts included."""
     numel: int = 0
@@ -100,14 +105,17 @@ class Reducer:
         self.last: dict[str, Picked] = {}
         self._codec = _TimedCodec(codec)
         self._seed = seed
+        self._lock = threading.Lock()
         self._worker = Worker(device)
 
     def submit(self, job: Job, apply: Callable[[Outcome], _T]) -> Future[_T]:
         """Run the whole loop for a job on the worker, then ``apply`` there."""
+        self._begin()
         return self._worker.submit(lambda: self._finish(self.exchange(self.pick(job)), apply))
 
     def submit_picked(self, picked: Picked) -> Future[Outcome]:
         """Run only the exchange on the worker: what leaves was picked by the caller."""
+        self._begin()
         return self._worker.submit(lambda: self.exchange(picked))
 
     def pick(self, job: Job) -> Picked:
@@ -153,9 +161,14 @@ class Reducer:
         finite = bool(tail.isfinite().all()) and (mean is None or mean.finite)
         decoding = self._codec.seconds - decoding
         self._count("exchange", start + decoding)
-        self.totals.seconds["decode"] += decoding
+        self._add("decode", decoding)
         self._total(picked)
         return Outcome(picked, mean, tail, finite)
+
+    def snapshot(self) -> tuple[Totals, dict[str, Picked]]:
+        """Copies of ``totals`` and ``last`` that belong together. Waits for no exchange."""
+        with self._lock:
+            return replace(self.totals, seconds=self.totals.seconds.copy()), self.last.copy()
 
     def close(self) -> bool:
         """Stop the worker; False if it is stuck in an exchange that no other rank joins."""
@@ -198,13 +211,24 @@ class Reducer:
         return Picked(job, density, sent, wire, _flat([*whole, *job.dense_inputs], job), finite=False)
 
     def _count(self, stage: str, start: float) -> None:
-        self.totals.seconds[stage] += time.perf_counter() - start
+        self._add(stage, time.perf_counter() - start)
+
+    def _add(self, stage: str, seconds: float) -> None:
+        # the worker and the training loop both count
+        with self._lock:
+            self.totals.seconds[stage] += seconds
+
+    def _begin(self) -> None:
+        with self._lock:
+            self.totals.submitted += 1
 
     def _total(self, picked: Picked) -> None:
-        self.last[picked.job.name] = picked
-        self.totals.exchanges += 1
-        self.totals.entries += picked.tail.numel() + (picked.sent.capacity if picked.sent is not None else 0)
-        self.totals.numel += sum(x.numel() for x in (*picked.job.inputs, *picked.job.dense_inputs))
+        with self._lock:
+            self.last[picked.job.name] = picked
+            self.totals.exchanges += 1
+            self.totals.bytes = self.transport.bytes
+            self.totals.entries += picked.tail.numel() + (picked.sent.capacity if picked.sent is not None else 0)
+            self.totals.numel += sum(x.numel() for x in (*picked.job.inputs, *picked.job.dense_inputs))
 
 
 class _TimedCodec:

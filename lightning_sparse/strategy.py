@@ -251,7 +251,7 @@ class SparseDDP(_Base):
     def _summarise(self) -> dict[str, Any]:
         if self.tap is None or self.reducer is None or self._transport is None:
             return {}
-        totals, steps = self.reducer.totals, max(1, self.tap.steps)
+        totals, steps = self.reducer.snapshot()[0], max(1, self.tap.steps)
         parameters = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         return {
             "exchange": self.tap.name,

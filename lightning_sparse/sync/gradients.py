@@ -70,16 +70,17 @@ class GradientsTap:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._find_unused = find_unused
         self._waiting: list[_Bucket] = []
+        self._watched = False
         self._squares = 0.0
-        self._norm = 0.0
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook; DDP asks for this signature."""
         if bucket.index() == 0:
-            self._norm, self._squares = self._squares**0.5, 0.0
             self.steps += 1
+            self._watched = self.watch(self.steps - 1)
+            self._squares = 0.0 if self._watched else self._squares
         entry = self._open(bucket)
-        if self.watch(self.steps - 1):
+        if self._watched:
             self._squares += float(entry.flat.double().square().sum())
         self._waiting.append(entry)
         # a selection over the model needs every bucket; backward ends before any of them is sent
@@ -104,7 +105,7 @@ class GradientsTap:
         """Nothing: weights are equal on all ranks."""
 
     def norms(self) -> dict[str, float]:
-        return {"left": self._memory.norm(), "input": (self._squares or self._norm**2) ** 0.5}
+        return {"left": self._memory.norm(), "input": self._squares**0.5}
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()

@@ -31,6 +31,7 @@ class Group:
         self.anchor = Anchor()
         self.flight: Future[Outcome] | None = None
         self.own: list[Tensor] = []
+        self.moved = 0.0
 
     def add(self, parameters: dict[str, nn.Parameter]) -> None:
         """Take up parameters that ranks agree on now."""

@@ -52,7 +52,6 @@ class UpdatesTap:
         self._shared = False
         self._finished = False
         self._before: list[Tensor] | None = None
-        self._norm = 0.0
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
             default = 1.0 if is_linear(optimizer) else math.sqrt(transport.world_size)
@@ -75,10 +74,10 @@ class UpdatesTap:
 
     def after_step(self, optimizer: Optimizer) -> None:
         group = self._groups[id(optimizer)]
-        if self._before is not None:
-            moved = zip(group.views(list(group.parameters)), self._before, strict=True)
-            self._norm = math.sqrt(sum(float((p - before).double().square().sum()) for p, before in moved))
-            self._before = None
+        before, self._before = self._before, None
+        if before is not None:
+            moved = zip(group.views(list(group.parameters)), before, strict=True)
+            group.moved = math.sqrt(sum(float((p - old).double().square().sum()) for p, old in moved))
         group.steps += 1
         if group.steps % self._config.every:
             return
@@ -146,7 +145,7 @@ class UpdatesTap:
             names = list(group.parameters)
             for view, anchor in zip(group.views(names), group.anchor.of(names), strict=True):
                 squares += float((view.float() - anchor).double().square().sum())
-        return {"left": math.sqrt(squares), "input": self._norm}
+        return {"left": math.sqrt(squares), "input": math.hypot(*(group.moved for group in self._groups.values()))}
 
     def _adopt(self, group: Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
