@@ -94,7 +94,7 @@ def train(
         val_check_interval=validation_interval(options.max_steps),
         check_val_every_n_epoch=None,
         gradient_clip_val=gradient_clip_val,
-        callbacks=[recorder] if options.quiet else [recorder, RichProgressBar()],
+        callbacks=[recorder] if options.quiet else [recorder, *reports(name)],
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -132,6 +132,15 @@ def exchanged(name: str, trainer: pl.Trainer, model: nn.Module) -> Row:
         return {"exchange": "all_reduce", "density": 1.0, "bytes_per_step": dense, "dense_bytes_per_step": dense}
     summary = trainer.strategy.summary()
     return {key: summary[key] for key in ("exchange", "density", "bytes_per_step")} | {"dense_bytes_per_step": dense}
+
+
+def reports(name: str) -> list[Callback]:
+    """What shows progress while training."""
+    if not name.startswith(SPARSE):
+        return [RichProgressBar()]
+    from lightning_sparse import DensityMonitor, SparseProgressBar
+
+    return [SparseProgressBar(), DensityMonitor()]
 
 
 def numel(model: nn.Module) -> int:
