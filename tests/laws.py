@@ -28,7 +28,7 @@ COMPRESSORS = {
     "SampledTopK": Row(SampledTopK, exact=False),
 }
 CODECS = {
-    "Raw fp32": Row(Raw),
+    "Raw fp32": Row(lambda: Raw("fp32")),
     "Raw bf16": Row(lambda: Raw("bf16"), exact=False, relative_error=2.0**-8),
     "Raw fp16": Row(lambda: Raw("fp16"), exact=False, relative_error=2.0**-10),
 }

@@ -16,18 +16,18 @@ _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Raw:
     """int32 indices (int64 from 2**31 elements) and float values, uncompressed.
 
-    Exact with "fp32". With "bf16" and "fp16" the rounding error stays in the memory like everything not sent; values
-    beyond fp16's range are sent as its largest number.
+    Exact with "fp32". With "bf16", the default, and "fp16" the rounding error stays in the memory like everything not
+    sent; values beyond fp16's range are sent as its largest number.
 
     Args:
         values: type of the values on the wire: "fp32", "bf16" or "fp16".
 
     Example:
         >>> Raw().nbytes(numel=1000, capacity=10)
-        80
+        60
     """
 
-    values: str = "fp32"
+    values: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.values not in _VALUES:
