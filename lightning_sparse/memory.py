@@ -159,7 +159,12 @@ class MomentumResidual(Residual):
 
 @dataclass
 class NoMemory:
-    """Nothing is kept: what is not sent is lost. For comparison, and for compressors that are unbiased."""
+    """Nothing is kept: what is not sent is lost. For comparison, and for compressors that are unbiased.
+
+    Example:
+        >>> NoMemory().norm()
+        0.0
+    """
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         return Vectors(inputs)

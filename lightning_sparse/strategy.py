@@ -49,6 +49,12 @@ class SparseDDP(_Base):
 
     Raises:
         ValueError, TypeError: on any argument out of range or of the wrong kind, before ranks talk to each other.
+
+    Example:
+        >>> from lightning_sparse import SparseDDPStrategy, Updates
+        >>> strategy = SparseDDPStrategy(density=0.01, exchange=Updates(every=2))
+        >>> strategy.summary()
+        {}
     """
 
     _tree: str
