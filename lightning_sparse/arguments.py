@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.optim import SGD, Optimizer
 
@@ -24,6 +26,7 @@ def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec
         raise ValueError(
             f"SparseDDPStrategy: exchange must be 'auto', Gradients(...) or Updates(...), got {exchange!r}"
         )
+    check_memory(exchange, memory)
     seams = (
         ("compressor", compressor, Compressor, "TopK()"),
         ("memory", memory, Memory, "Residual()"),
@@ -33,6 +36,36 @@ def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec
     for name, value, protocol, example in seams:
         if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
             raise TypeError(f"SparseDDPStrategy: {name} must be an object such as {example}, got {value!r}")
+
+
+def check_memory(exchange: Any, memory: Memory | None) -> None:
+    """Raise ValueError on a memory beside ``Updates``."""
+    if isinstance(exchange, Updates) and memory is not None:
+        raise ValueError(
+            "SparseDDPStrategy: expected no memory with Updates, which keeps what was not sent in the weights,"
+            f" got {memory}: pass exchange=Gradients() to use it"
+        )
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raise unless there is something to train, of types that the exchange carries.
+
+    Raises:
+        ValueError: no parameter is trainable.
+        TypeError: a trainable parameter is neither float32, bfloat16 nor float16.
+    """
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ValueError(
+            f"SparseDDPStrategy: expected a module with trainable parameters, got {type(module).__name__} with none:"
+            " unfreeze a parameter, or use a strategy for one device"
+        )
+    for name, parameter in trainable.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"SparseDDPStrategy: expected float32, bfloat16 or float16 parameters, got {parameter.dtype} in"
+                f" {name!r}: convert it, or use strategy='ddp'"
+            )
 
 
 def check_ddp_options(kwargs: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ class Residual:
 
     _residual: _Buffers = field(init=False, repr=False, default_factory=_Buffers)
 
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Nothing depends on the whole."""
+
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         return Sum(inputs, self._residual.of(names, inputs))
 
@@ -112,12 +115,19 @@ class MomentumResidual(Residual):
     momentum: float = 0.9
     clip: float | None = None
     _velocity: _Buffers = field(init=False, repr=False, default_factory=_Buffers)
+    _masked: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
+    _scale: float = field(init=False, repr=False, default=1.0)
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"MomentumResidual: momentum must be in [0, 1), got {self.momentum}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"MomentumResidual: clip must be positive or None, got {self.clip}")
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        if self.clip is not None and inputs:
+            norm = float(torch.linalg.vector_norm(torch.stack([x.float().norm() for x in inputs])))
+            self._scale = min(1.0, self.clip / (norm + 1e-6))
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         return Sum(self._advance(names, inputs), self._residual.of(names, inputs))
@@ -128,9 +138,17 @@ class MomentumResidual(Residual):
     def discard(self, names: Sequence[str], sent: SparseVector) -> None:
         super().discard(names, sent)
         velocity = [self._velocity[name] for name in names]
-        held = gather(velocity, sent.indices)
         # padding points at entry 0, which keeps its momentum unless it was sent itself
-        scatter_add_(velocity, torch.where(sent.values != 0, held, 0.0), sent.indices, alpha=-1.0)
+        masked = torch.where(sent.values != 0, gather(velocity, sent.indices), 0.0)
+        scatter_add_(velocity, masked, sent.indices, alpha=-1.0)
+        self._masked[tuple(names)] = (sent.indices, masked)
+
+    def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
+        super().give_back(names, entries)
+        if (key := tuple(names)) in self._masked:
+            indices, masked = self._masked[key]
+            returned = torch.where(torch.isin(indices, entries.indices[entries.values != 0]), masked, 0.0)
+            scatter_add_([self._velocity[name] for name in names], returned, indices)
 
     def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         return [*super().hold(names), self._velocity.take(names)]
@@ -147,13 +165,9 @@ class MomentumResidual(Residual):
         self._velocity.load(state["velocity"])
 
     def _advance(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
-        scale = 1.0
-        if self.clip is not None and inputs:
-            norm = float(torch.linalg.vector_norm(torch.stack([x.float().norm() for x in inputs])))
-            scale = min(1.0, self.clip / (norm + 1e-6))
         velocity = self._velocity.of(names, inputs)
         for u, x in zip(velocity, inputs, strict=True):
-            u.mul_(self.momentum).add_(x, alpha=scale)
+            u.mul_(self.momentum).add_(x, alpha=self._scale)
         return velocity
 
 
@@ -165,6 +179,9 @@ class NoMemory:
         >>> NoMemory().norm()
         0.0
     """
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Nothing depends on the whole."""
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         return Vectors(inputs)

@@ -37,6 +37,9 @@ class Accumulator(Protocol):
 class Memory(Protocol):
     """What was not sent, kept by parameter name (float32, unscaled)."""
 
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Look at everything that came in, before any of it is accumulated."""
+
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         """Add this step's flat inputs to what is kept. The accumulator may do so lazily, in its first dense pass."""
 
@@ -157,6 +160,12 @@ class Tap(Protocol):
 
     def after_step(self, optimizer: Any) -> None:
         """Called after every optimizer step, skipped ones included."""
+
+    def check(self) -> None:
+        """Raise what went wrong in an exchange since the last call."""
+
+    def restart(self) -> None:
+        """The module's weights were replaced, on every rank: nothing of before is owed any more."""
 
     def enter_shared(self) -> None:
         """Put what is equal on all ranks into the module (before validation, say). Every rank calls it."""

@@ -4,76 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Mean, Memory, Schedule, Transport
+from lightning_sparse.job import Job, Outcome, Picked, Totals
+from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
 from lightning_sparse.random import Draw
 from lightning_sparse.vector import SparseVector, concatenate, index_dtype
 from lightning_sparse.worker import Worker
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Flat vectors of named parameters that are exchanged together. Equal layout on every rank."""
-
-    name: str
-    step: int
-    memory: Memory
-    names: Sequence[str]
-    inputs: Sequence[Tensor]
-    dense_names: Sequence[str] = ()
-    dense_inputs: Sequence[Tensor] = ()
-    idle: Sequence[str] = ()
-    """Names out of ``names`` and ``dense_names`` that take no part in this step: what is kept for them stays kept."""
-
-
-@dataclass(frozen=True)
-class Picked:
-    """What leaves this rank: entries of the sparse part, and all of the dense part."""
-
-    job: Job
-    density: float
-    sent: SparseVector | None
-    wire: Tensor | None
-    tail: Tensor
-    """[elements of everything that is averaged densely] float32."""
-    finite: bool = True
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the exchange brought: the mean of the sparse part (None at density 1) and of the dense part."""
-
-    picked: Picked
-    mean: Mean | None
-    tail: Tensor
-    finite: bool
-    """False on every rank if any rank handed over NaN or inf."""
-
-
-@dataclass
-class Totals:
-    """Sums since the start, for reports."""
-
-    submitted: int = 0
-    """Exchanges begun; those in flight are in none of the other sums."""
-    exchanges: int = 0
-    bytes: int = 0
-    """What the transport had counted when the last exchange ended."""
-    entries: int = 0
-    """Entries that payloads had room for, dense parts included."""
-    numel: int = 0
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By stage: select, encode, exchange, decode."""
 
 
 class Reducer:
@@ -124,6 +69,7 @@ class Reducer:
         if not _finite([*job.inputs, *job.dense_inputs]):
             return self._refuse(job, density)
         held = job.memory.hold(job.idle)
+        job.memory.begin([*job.inputs, *job.dense_inputs])
         start = time.perf_counter()
         sent = wire = None
         whole: list[Tensor] = []
@@ -139,10 +85,8 @@ class Reducer:
             self._count("encode", start)
         elif job.names:
             whole = accumulator.pieces()
-        # concatenation copies, so the memory may be emptied behind it
         tail = _flat([*whole, *job.memory.dense(job.dense_names, job.dense_inputs)], job)
         if whole:
-            job.memory.discard_all(job.names)
             self._count("select", start)
         job.memory.release(held)
         return Picked(job, density, sent, wire, tail)
@@ -159,6 +103,9 @@ class Reducer:
         if tail.numel():
             self.transport.all_reduce_mean_(tail)
         finite = bool(tail.isfinite().all()) and (mean is None or mean.finite)
+        if picked.sent is None and finite:
+            job = picked.job
+            job.memory.discard_all([name for name in job.names if name not in job.idle])
         decoding = self._codec.seconds - decoding
         self._count("exchange", start + decoding)
         self._add("decode", decoding)

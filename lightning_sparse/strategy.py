@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sparse.arguments import check_ddp_options, check_parts, is_linear
+from lightning_sparse.arguments import check_ddp_options, check_memory, check_parameters, check_parts, is_linear
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import AllGather, ProcessGroup
-from lightning_sparse.communicators.process_group import ring_bytes
 from lightning_sparse.compressors import TopK
 from lightning_sparse.memory import Residual
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
+from lightning_sparse.summary import summarise
 from lightning_sparse.sync import Gradients, Updates
 from lightning_sparse.sync.buffers import broadcast_state
 from lightning_sparse.sync.gradients import GradientsTap
@@ -86,6 +86,8 @@ class SparseDDP(_Base):
         self._summary: dict[str, Any] = {}
         self._stepping = False
         self._handles: list[Any] = []
+        self._callbacks: list[Any] = []
+        self._first: Any = None
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree is given this strategy
@@ -104,13 +106,22 @@ class SparseDDP(_Base):
             super().setup(trainer)
             return
         module = self._module
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError(
-                f"SparseDDPStrategy: expected a module with trainable parameters, got {type(module).__name__} with"
-                " none: unfreeze a parameter, or use a strategy for one device"
-            )
+        check_parameters(module)
         super().setup(trainer)
         self._connect(trainer)
+
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward, and raise what went wrong in the exchange beside it."""
+        output = super().backward(*args, **kwargs)
+        if self.tap is not None:
+            self.tap.check()
+        return output
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Load weights; in the middle of training (the learning rate finder does that) nothing of before is owed."""
+        super().load_model_state_dict(checkpoint, strict)
+        if self.tap is not None:
+            self.tap.restart()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
@@ -141,6 +152,12 @@ class SparseDDP(_Base):
         if self.tap is not None:
             self.tap.finish()
 
+    def on_train_end(self) -> None:
+        """Agree again on weights that callbacks have replaced."""
+        super().on_train_end()
+        if isinstance(self.tap, UpdatesTap):
+            self.tap.settle()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that go into checkpoints: equal on all ranks."""
         if not isinstance(self.tap, UpdatesTap):
@@ -158,20 +175,25 @@ class SparseDDP(_Base):
             rank, everything included), ``dense_bytes_per_step`` (what a ring all-reduce of the same float32 gradients
             moves), ``seconds`` (by stage, per step). Empty before the first ``fit`` and in the parent of spawned ranks.
         """
-        return self._summarise() if self.reducer is not None else self._summary
+        if self.tap is None or self.reducer is None:
+            return self._summary
+        return summarise(self.tap, self.reducer, self._module)
 
     def teardown(self) -> None:
         """Stop the worker, give the process group up, and tear down as ``DDPStrategy`` does."""
         if isinstance(self.tap, UpdatesTap):
             self.tap.abandon()
         if self.reducer is not None and self._transport is not None:
-            self._summary = self._summarise()
+            self._summary = self.summary()
             # a group in use cannot be given up
             if self.reducer.close():
                 self._transport.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._first in self._callbacks:
+            self._callbacks.remove(self._first)
+        self._callbacks, self._first = [], None
         self.tap = self.reducer = self._transport = None
         super().teardown()
 
@@ -209,12 +231,13 @@ class SparseDDP(_Base):
             # a copy: every fit starts with an empty memory
             memory = copy.deepcopy(self._memory) if self._memory is not None else Residual()
             unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
-            self.tap = GradientsTap(config, self.reducer, memory, self._module, unused)
+            self.tap = GradientsTap(config, self.reducer, memory, self._module, unused, self._loss_scale)
             super().configure_ddp()
         else:
             broadcast_state(self._module, self._transport)
             self.tap = UpdatesTap(config, self.reducer, self._transport, self._module, optimizers, is_linear)
-            trainer.callbacks.insert(0, self._first_callback())
+            self._callbacks, self._first = trainer.callbacks, self._first_callback()
+            self._callbacks.insert(0, self._first)
             for optimizer in optimizers:
                 self._handles += [
                     optimizer.register_step_pre_hook(self._about_to_step),
@@ -226,6 +249,10 @@ class SparseDDP(_Base):
                 f" {self._compressor}, {self._codec}, {self._communicator}"
             )
 
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return float(scaler.get_scale()) if scaler is not None else 1.0
+
     def _choose(self, optimizers: list[Optimizer]) -> Gradients | Updates:
         if not isinstance(self._exchange, str):
             chosen = self._exchange
@@ -233,11 +260,7 @@ class SparseDDP(_Base):
             chosen = Gradients()
         else:
             chosen = Updates()
-        if isinstance(chosen, Updates) and self._memory is not None:
-            raise ValueError(
-                f"SparseDDPStrategy: expected no memory with Updates, which keeps what was not sent in the weights,"
-                f" got {self._memory}: pass exchange=Gradients() to use it"
-            )
+        check_memory(chosen, self._memory)
         return chosen
 
     # manual optimization may step an optimizer without asking Lightning
@@ -253,21 +276,6 @@ class SparseDDP(_Base):
         # DDPStrategy registers a hook on CUDA only, silently
         if isinstance(self.tap, GradientsTap):
             self.model.register_comm_hook(None, self.tap.hook)
-
-    def _summarise(self) -> dict[str, Any]:
-        if self.tap is None or self.reducer is None or self._transport is None:
-            return {}
-        totals, steps = self.reducer.snapshot()[0], max(1, self.tap.steps)
-        parameters = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
-        return {
-            "exchange": self.tap.name,
-            "world_size": self.world_size,
-            "density": totals.entries / max(1, totals.numel),
-            "steps": self.tap.steps,
-            "bytes_per_step": self._transport.bytes / steps,
-            "dense_bytes_per_step": ring_bytes(4 * parameters, self.world_size),
-            "seconds": {stage: seconds / steps for stage, seconds in totals.seconds.items()},
-        }
 
 
 _OTHER = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}

@@ -30,8 +30,9 @@ from lightning_sparse.callbacks.window import Traffic, Window
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import AllGather
 from lightning_sparse.compressors import TopK
+from lightning_sparse.job import Job, Picked
 from lightning_sparse.memory import Residual
-from lightning_sparse.reducer import Job, Picked, Reducer
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
 from lightning_sparse.vector import SparseVector
 

@@ -86,9 +86,21 @@ def test_momentum_residual_by_hand() -> None:
     assert memory.dense(["b"], [torch.tensor([2.0])])[0].tolist() == [3]
 
 
-def test_momentum_residual_clips_this_ranks_gradient() -> None:
+def test_momentum_residual_gets_velocity_back_with_entries() -> None:
+    memory = MomentumResidual(0.5)
+    sent = TopK().compress(memory.accumulate(["w"], [torch.tensor([1.0, 4.0, 3.0])]), 2, Draw(0, 0, "w"))
+    memory.discard(["w"], sent)
+    memory.give_back(["w"], SparseVector(torch.tensor([3.0]), torch.tensor([2], dtype=torch.int32), 3))
+    assert memory.state_dict()["velocity"]["w"].tolist() == [1, 0, 3]
+    assert memory.state_dict()["residual"]["w"].tolist() == [1, 0, 3]
+
+
+def test_momentum_residual_clips_all_that_came_in_together() -> None:
+    """[3] and [4] have norm 5 together: both shrink to a fifth, also where one of them travels densely."""
     memory = MomentumResidual(0.0, clip=1.0)
-    pieces = memory.accumulate(["a", "b"], [torch.tensor([3.0]), torch.tensor([4.0])]).pieces()
+    sparse, dense = torch.tensor([3.0]), torch.tensor([4.0])
+    memory.begin([sparse, dense])
+    pieces = memory.accumulate(["a"], [sparse]).pieces() + memory.dense(["b"], [dense])
     torch.testing.assert_close(torch.cat(pieces), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 

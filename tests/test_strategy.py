@@ -59,7 +59,28 @@ def test_import_is_light() -> None:
     assert run_python(f"import sys, lightning_sparse; print({heavy})") == "[]"
 
 
+PUBLIC = [
+    "AllGather",
+    "DensityMonitor",
+    "Gradients",
+    "MomentumResidual",
+    "NoMemory",
+    "Raw",
+    "Residual",
+    "SampledTopK",
+    "SparseDDPStrategy",
+    "SparseProgressBar",
+    "TopK",
+    "Updates",
+    "__version__",
+    "constant",
+    "exponential_warmup",
+    "piecewise",
+]
+
+
 def test_public_names() -> None:
+    assert ls.__all__ == PUBLIC
     assert all(getattr(ls, name) is not None for name in ls.__all__)
     with pytest.raises(AttributeError, match="no attribute 'TopX'"):
         _ = ls.TopX
@@ -165,11 +186,23 @@ def test_a_module_without_trainable_parameters_raises() -> None:
 
 @pytest.mark.usefixtures("_group")
 def test_a_memory_has_no_place_with_updates() -> None:
-    strategy = ls.SparseDDPStrategy(memory=ls.Residual(), exchange=ls.Updates())
+    with pytest.raises(ValueError, match="expected no memory with Updates"):
+        ls.SparseDDPStrategy(memory=ls.Residual(), exchange=ls.Updates())
+    # "auto" decides when the optimizers are known
     module = Frozen()
     module.net.requires_grad_(True)
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())
     with pytest.raises(ValueError, match="expected no memory with Updates"):
-        pl.Trainer(strategy=strategy, **quiet()).fit(module)
+        pl.Trainer(strategy=ls.SparseDDPStrategy(memory=ls.Residual()), **quiet()).fit(module)
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_the_exchange_cannot_carry_are_named(dtype: torch.dtype) -> None:
+    module = Frozen()
+    module.extra = nn.Parameter(torch.zeros(3, dtype=dtype))
+    with pytest.raises(TypeError, match=f"got {dtype} in 'extra': convert it"):
+        pl.Trainer(strategy="sparse_ddp", **quiet()).fit(module)
 
 
 @pytest.mark.usefixtures("_group")

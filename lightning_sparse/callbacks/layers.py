@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_sparse.reducer import Picked
+from lightning_sparse.job import Picked
 
 
 @dataclass(frozen=True)

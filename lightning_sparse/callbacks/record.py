@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric
 from lightning_sparse.callbacks.layers import LayerDensity, count_layers, density
 from lightning_sparse.callbacks.table import make_table
 from lightning_sparse.callbacks.window import Window
-from lightning_sparse.reducer import Picked
+from lightning_sparse.job import Picked
 from lightning_sparse.strategy import SparseDDP
 
 _RATIO = {"gradients": "residual_over_gradient", "updates": "unshared_over_update"}

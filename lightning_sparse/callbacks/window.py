@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from lightning_sparse.reducer import Picked
+from lightning_sparse.job import Picked
 from lightning_sparse.strategy import SparseDDP
 
 

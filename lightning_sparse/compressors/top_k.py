@@ -20,12 +20,15 @@ _DIRECT = 65_536
 class TopK:
     """The k entries of largest magnitude, exactly; k = density * numel.
 
-    On the CPU a sampled lower bound admits slightly more than k candidates in one dense pass, and only those are
+    A sampled lower bound admits slightly more than k candidates in one dense pass, and only those are
     sorted; where the bound turns out too high or too low, the whole vector is. Entries that are zero or NaN are never
     sent. Among equal magnitudes at the boundary any may be sent; the others gain on them in the memory.
 
     Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent",
     https://arxiv.org/abs/1704.05021, section 3.
+
+    Raises:
+        ValueError: ``scope`` is none of the three.
 
     Args:
         scope: what one selection runs over. "model" compares all layers with each other, "bucket" what is exchanged
@@ -47,12 +50,11 @@ class TopK:
     def compress(self, accumulator: Accumulator, capacity: int, draw: Draw) -> SparseVector:
         if accumulator.numel > _DIRECT and capacity * 8 < accumulator.numel:
             threshold = sampled_threshold(accumulator, capacity, 0.01, 4.0, draw)
-            if not threshold.is_cuda:
-                room = 2 * capacity + _DIRECT // 8
-                found, count = accumulator.select(threshold, room, 0)
-                enough = int(count) >= capacity or float(threshold) == 0.0
-                if enough and int(count) <= room:
-                    return _largest(found, capacity)
+            room = 2 * capacity + _DIRECT // 8
+            found, count = accumulator.select(threshold, room, 0)
+            enough = int(count) >= capacity or float(threshold) == 0.0
+            if enough and int(count) <= room:
+                return _largest(found, capacity)
         return _largest_of(accumulator.pieces(), capacity)
 
 

@@ -30,6 +30,9 @@ class Anchor:
         """The anchor of each name: [n] float32."""
         return [self.flat[name] for name in names]
 
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Nothing depends on the whole."""
+
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         return Difference(inputs, self.of(names))
 

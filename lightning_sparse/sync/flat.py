@@ -30,4 +30,4 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 def is_small(tensor: Tensor, dense_below: int) -> bool:
     """Whether a parameter of this shape is averaged densely: vectors, scalars and small matrices."""
-    return tensor.ndim < 2 or tensor.numel() < dense_below
+    return tensor.ndim < 2 or tensor.numel() < max(1, dense_below)

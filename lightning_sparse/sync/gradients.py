@@ -1,6 +1,7 @@
 """Gradients: DDP's buckets are exchanged sparsely during the backward pass."""
 
 # no postponed annotations here: DDP compares the hook's with its own types
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sparse.job import Job, Outcome
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Memory
-from lightning_sparse.reducer import Job, Outcome, Reducer
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.sync.flat import is_small
 
 
@@ -44,6 +46,7 @@ class _Bucket:
     pieces: list[Tensor]
     future: torch.futures.Future[Tensor]
     is_rows: bool
+    scale: float
 
 
 class GradientsTap:
@@ -55,18 +58,28 @@ class GradientsTap:
         memory: keeps what is not sent.
         module: whose ``named_parameters`` give the names.
         find_unused: parameters without any gradient keep their residual for later, as DDP discards what it is given.
+        scale: the factor a loss scaler has put on the gradients; memories keep unscaled ones.
     """
 
     name = "gradients"
 
     def __init__(
-        self, config: Gradients, reducer: Reducer, memory: Memory, module: nn.Module, find_unused: bool
+        self,
+        config: Gradients,
+        reducer: Reducer,
+        memory: Memory,
+        module: nn.Module,
+        find_unused: bool,
+        scale: Callable[[], float],
     ) -> None:
         self.steps = 0
         self.watch: Callable[[int], bool] = lambda step: False
         self._config = config
         self._reducer = reducer
         self._memory = memory
+        self._empty = copy.deepcopy(memory)
+        self._scale = scale
+        self._error: BaseException | None = None
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._find_unused = find_unused
         self._waiting: list[_Bucket] = []
@@ -95,6 +108,15 @@ class GradientsTap:
     def after_step(self, optimizer: Any) -> None:
         """Nothing: the exchange happens in the backward pass."""
 
+    def check(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def restart(self) -> None:
+        self._memory = copy.deepcopy(self._empty)
+        self.steps = 0
+
     def enter_shared(self) -> None:
         """Nothing: weights are equal on all ranks."""
 
@@ -112,10 +134,15 @@ class GradientsTap:
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        scale = self._scale()
         if buffer.is_sparse:
             rows = buffer.coalesce().to_dense()
-            return _Bucket(rows, names, [rows], future, is_rows=True)
-        return _Bucket(buffer, names, list(bucket.gradients()), future, is_rows=False)
+            entry = _Bucket(rows, names, [rows], future, is_rows=True, scale=scale)
+        else:
+            entry = _Bucket(buffer, names, list(bucket.gradients()), future, is_rows=False, scale=scale)
+        if scale != 1:
+            entry.flat.div_(scale)
+        return entry
 
     def _submit(self, name: str, buckets: list[_Bucket]) -> None:
         sparse: dict[str, Tensor] = {}
@@ -138,9 +165,12 @@ class GradientsTap:
         done = self._reducer.submit(job, lambda outcome: _write_back(outcome, buckets))
 
         def fail(_: Any) -> None:
+            # DDP would turn an exception in its future into another one: it gets a buffer, and `check` raises
             if (error := done.exception()) is not None:
+                self._error = error
                 for bucket in buckets:
-                    bucket.future.set_exception(error)  # type: ignore[arg-type]
+                    if not bucket.future.done():
+                        bucket.future.set_result(_result(bucket))
 
         done.add_done_callback(fail)
 
@@ -156,7 +186,13 @@ def _write_back(outcome: Outcome, buckets: list[_Bucket]) -> None:
         for part in outcome.mean.parts:
             scatter_add_(job.inputs, part.values, part.indices, alpha=outcome.mean.scale)
     for bucket in buckets:
-        bucket.future.set_result(_rows(bucket.flat) if bucket.is_rows else bucket.flat)
+        if bucket.scale != 1:
+            bucket.flat.mul_(bucket.scale)
+        bucket.future.set_result(_result(bucket))
+
+
+def _result(bucket: _Bucket) -> Tensor:
+    return _rows(bucket.flat) if bucket.is_rows else bucket.flat
 
 
 def _rows(dense: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 from torch import Tensor, nn
 
+from lightning_sparse.job import Outcome
 from lightning_sparse.protocols import Schedule
-from lightning_sparse.reducer import Outcome
 from lightning_sparse.sync.anchor import Anchor
 from lightning_sparse.sync.flat import flat_view
 
@@ -30,6 +30,7 @@ class Group:
         self.parameters: dict[str, nn.Parameter] = {}
         self.anchor = Anchor()
         self.flight: Future[Outcome] | None = None
+        self.merged: Outcome | None = None
         self.own: list[Tensor] = []
         self.moved = 0.0
 
@@ -37,6 +38,12 @@ class Group:
         """Take up parameters that ranks agree on now."""
         self.parameters.update(parameters)
         self.anchor.add(list(parameters), self.views(list(parameters)))
+
+    def restart(self) -> None:
+        """Anchor the weights where they are and count from the start."""
+        self.steps = self.exchanges = 0
+        self.flight = self.merged = None
+        self.anchor.add(list(self.parameters), self.views(list(self.parameters)))
 
     def views(self, names: Sequence[str]) -> list[Tensor]:
         """The weights as flat views: [n] each."""

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.job import Job
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Transport
-from lightning_sparse.reducer import Job, Reducer
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
-from lightning_sparse.sync.buffers import share_buffers
+from lightning_sparse.sync.buffers import average, share_buffers
 from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
+from lightning_sparse.sync.outside import Outside
 from lightning_sparse.sync.updates import Updates
 
 
@@ -59,21 +61,22 @@ class UpdatesTap:
             group = Group(f"optimizer {position}", eta if callable(eta) else constant(float(eta)))
             self._groups[id(optimizer)] = group
             self._adopt(group, optimizer)
+        self._outside = Outside(self._unowned.values())
 
     @property
     def steps(self) -> int:
         """Steps of the first optimizer."""
-        return next(iter(self._groups.values())).steps
+        return next((group.steps for group in self._groups.values()), 0)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        group = self._groups[id(optimizer)]
+        group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(list(group.parameters))]
 
     def after_step(self, optimizer: Optimizer) -> None:
-        group = self._groups[id(optimizer)]
+        group = self._group(optimizer)
         before, self._before = self._before, None
         if before is not None:
             moved = zip(group.views(list(group.parameters)), before, strict=True)
@@ -90,6 +93,16 @@ class UpdatesTap:
         group.flight = self._reducer.submit_picked(self._reducer.pick(job))
         if not self._config.overlap:
             self._merge(group)
+
+    def check(self) -> None:
+        """Nothing: errors are raised where an exchange is waited for."""
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        for group in self._groups.values():
+            if group.flight is not None:
+                group.flight.result()
+            group.restart()
 
     def enter_shared(self) -> None:
         self._enter(together=True)
@@ -126,8 +139,24 @@ class UpdatesTap:
             return
         self.leave_shared()
         self._show_anchor(keep=False, wait=True)
-        share_buffers(self._module, self._transport)
+        self._share_rest()
         self._finished = True
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After everybody's last hook: weights that a callback replaced since ``finish`` are averaged over ranks.
+
+        Every rank calls it.
+        """
+        weights, moved = [], torch.zeros(1)
+        for group in self._groups.values():
+            names = list(group.parameters)
+            for view, anchor in zip(group.views(names), group.anchor.of(names), strict=True):
+                weights.append(view)
+                moved += not torch.equal(view, anchor.to(view.dtype))
+        device = weights[0].device if weights else None
+        if bool(self._transport.all_reduce_mean_(moved.to(device)).any()):
+            average(weights, self._transport)
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -164,7 +193,19 @@ class UpdatesTap:
         self._shared = True
         self._show_anchor(keep=True, wait=together)
         if together:
-            share_buffers(self._module, self._transport)
+            self._share_rest()
+
+    def _share_rest(self) -> None:
+        share_buffers(self._module, self._transport)
+        self._outside.share(self._unowned.values(), self._transport)
+
+    def _group(self, optimizer: Optimizer) -> Group:
+        if id(optimizer) not in self._groups:
+            raise RuntimeError(
+                f"Updates: expected one of the {len(self._groups)} optimizers that fit began with, got another"
+                f" {type(optimizer).__name__}: add parameters to an optimizer with add_param_group"
+            )
+        return self._groups[id(optimizer)]
 
     def _show_anchor(self, keep: bool, wait: bool) -> None:
         for group in self._groups.values():
@@ -182,6 +223,8 @@ class UpdatesTap:
         if group.flight is None:
             return
         outcome, group.flight = group.flight.result(), None
+        # kept until the next one: the worker's stream may not take its memory while ours still reads it
+        group.merged = outcome
         if not outcome.finite:
             raise FloatingPointError(
                 f"Updates: expected finite weights on every rank, got NaN or inf on at least one after"

@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.compressors import SampledTopK, TopK
+from lightning_sparse.job import Job, Outcome
 from lightning_sparse.memory import Residual
-from lightning_sparse.reducer import Job, Outcome, Reducer
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, piecewise
 from lightning_sparse.vector import SparseVector
 from tests.laws import CODECS, COMMUNICATORS

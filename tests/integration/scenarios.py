@@ -5,6 +5,7 @@ Run by `test_scenarios.py` as a script: Lightning starts the second rank by runn
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import threading
 from collections import Counter
@@ -430,4 +431,6 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # a rank that is stuck says where, and ends
+    faulthandler.dump_traceback_later(150, exit=True)
     run(Path(sys.argv[1]))

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.integration.launch import run_ranks
+
 BYTES = 11_136
 """Of one step of the sparse scenarios: 2 * (307 entries * 8 bytes) + 2 * (778 dense elements * 4 bytes)."""
 
 
 def run(way: str, folder: Path) -> str:
     script = Path(__file__).with_name("monitor_scenarios.py")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    command = [sys.executable, str(script), way, str(folder)]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return run_ranks(script, way, str(folder), cwd=folder, timeout=240)
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
+from tests.integration.launch import run_ranks
+
 Weights = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("scenarios")
-    script = Path(__file__).with_name("scenarios.py")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    env.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=env, cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(Path(__file__).with_name("scenarios.py"), str(folder), cwd=folder, timeout=240)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -1,0 +1,40 @@
+"""Runs a script that Lightning starts on several ranks, so that no rank outlives it and errors are seen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float) -> str:
+    """Run ``script`` in a session of its own and return its output; all its ranks have ended afterwards.
+
+    Raises:
+        AssertionError: it failed, or took longer than ``timeout`` seconds; the message ends with its output.
+    """
+    log = cwd / "output.txt"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    env.pop("TRITON_INTERPRET", None)
+    # a file and not a pipe: a rank that hangs would keep the pipe open after the first has failed
+    with log.open("w") as out:
+        command = [sys.executable, str(script), *arguments]
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = f"still running after {timeout} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    text = log.read_text()
+    assert code == 0, f"{script.name}: {code}\n{text[-6000:]}"
+    return text
