@@ -63,6 +63,10 @@ class Reducer:
         self._begin()
         return self._worker.submit(lambda: self.exchange(picked))
 
+    def call(self, task: Callable[[], _T]) -> _T:
+        """Run ``task`` on the worker, behind every exchange in flight, and wait: nobody else uses the transport."""
+        return self._worker.submit(task).result()
+
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
         density = self._density(job.step)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sparse.arguments import check_ddp_options, check_memory, check_parameters, check_parts, is_linear
+from lightning_sparse.arguments import check_ddp_options, check_parameters, check_parts, is_linear
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import AllGather, ProcessGroup
 from lightning_sparse.compressors import TopK
@@ -38,8 +38,8 @@ class SparseDDP(_Base):
     Args:
         density: fraction of the large parameters' entries that each rank sends per exchange, in (0, 1], or a schedule
             from step to fraction. 1 is a plain dense all-reduce.
-        exchange: ``"auto"`` (``Gradients()`` if every optimizer is ``torch.optim.SGD``, else ``Updates()``), or one of
-            the two with its options.
+        exchange: ``"auto"`` (``Updates()``, or ``Gradients()`` if a memory is given), or one of the two with its
+            options.
         compressor: which entries; default ``TopK()``.
         memory: what happens to the rest, for ``Gradients``; default ``Residual()``. ``Updates`` has no use for one.
         codec: which bytes; default ``Raw()``.
@@ -156,6 +156,8 @@ class SparseDDP(_Base):
         """Agree again on weights that callbacks have replaced."""
         super().on_train_end()
         if isinstance(self.tap, UpdatesTap):
+            # the learning rate finder trains without the Trainer's callbacks, ours included
+            self.tap.finish()
             self.tap.settle()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -211,7 +213,7 @@ class SparseDDP(_Base):
 
     def _connect(self, trainer: Any) -> None:
         optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
-        config = self._choose(optimizers)
+        config = self._choose()
         if self.world_size == 1:
             log.info("sparse_ddp: one rank, nothing to exchange")
             super().configure_ddp()
@@ -235,7 +237,7 @@ class SparseDDP(_Base):
             super().configure_ddp()
         else:
             broadcast_state(self._module, self._transport)
-            self.tap = UpdatesTap(config, self.reducer, self._transport, self._module, optimizers, is_linear)
+            self.tap = UpdatesTap(config, self.reducer, self._module, optimizers, is_linear)
             self._callbacks, self._first = trainer.callbacks, self._first_callback()
             self._callbacks.insert(0, self._first)
             for optimizer in optimizers:
@@ -253,15 +255,11 @@ class SparseDDP(_Base):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
-    def _choose(self, optimizers: list[Optimizer]) -> Gradients | Updates:
+    def _choose(self) -> Gradients | Updates:
         if not isinstance(self._exchange, str):
-            chosen = self._exchange
-        elif all(is_linear(optimizer) for optimizer in optimizers):
-            chosen = Gradients()
-        else:
-            chosen = Updates()
-        check_memory(chosen, self._memory)
-        return chosen
+            return self._exchange
+        # a memory is of use with gradients only
+        return Gradients() if self._memory is not None else Updates()
 
     # manual optimization may step an optimizer without asking Lightning
     def _about_to_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse.job import Job
 from lightning_sparse.kernels.scatter_add import scatter_add_
-from lightning_sparse.protocols import Transport
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
 from lightning_sparse.sync.buffers import average, share_buffers
@@ -28,7 +27,6 @@ class UpdatesTap:
     Args:
         config: the options.
         reducer: does the work.
-        transport: for buffers of the module at shared points.
         module: whose weights are trained, equal on all ranks now.
         optimizers: in the same order on every rank.
         is_linear: whether an optimizer is linear in the gradient, for the default anchor step.
@@ -40,7 +38,6 @@ class UpdatesTap:
         self,
         config: Updates,
         reducer: Reducer,
-        transport: Transport,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         is_linear: Callable[[Optimizer], bool],
@@ -48,7 +45,6 @@ class UpdatesTap:
         self.watch: Callable[[int], bool] = lambda step: False
         self._config = config
         self._reducer = reducer
-        self._transport = transport
         self._module = module
         self._groups: dict[int, Group] = {}
         self._shared = False
@@ -56,7 +52,7 @@ class UpdatesTap:
         self._before: list[Tensor] | None = None
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
-            default = 1.0 if is_linear(optimizer) else math.sqrt(transport.world_size)
+            default = 1.0 if is_linear(optimizer) else math.sqrt(reducer.transport.world_size)
             eta = config.anchor_step if config.anchor_step is not None else default
             group = Group(f"optimizer {position}", eta if callable(eta) else constant(float(eta)))
             self._groups[id(optimizer)] = group
@@ -103,6 +99,7 @@ class UpdatesTap:
             if group.flight is not None:
                 group.flight.result()
             group.restart()
+        self._shared = self._finished = False
 
     def enter_shared(self) -> None:
         self._enter(together=True)
@@ -155,8 +152,13 @@ class UpdatesTap:
                 weights.append(view)
                 moved += not torch.equal(view, anchor.to(view.dtype))
         device = weights[0].device if weights else None
-        if bool(self._transport.all_reduce_mean_(moved.to(device)).any()):
-            average(weights, self._transport)
+        transport = self._reducer.transport
+
+        def agree() -> None:
+            if bool(transport.all_reduce_mean_(moved.to(device)).any()):
+                average(weights, transport)
+
+        self._reducer.call(agree)
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -196,8 +198,11 @@ class UpdatesTap:
             self._share_rest()
 
     def _share_rest(self) -> None:
-        share_buffers(self._module, self._transport)
-        self._outside.share(self._unowned.values(), self._transport)
+        def share() -> None:
+            share_buffers(self._module, self._reducer.transport)
+            self._outside.share(self._unowned.values(), self._reducer.transport)
+
+        self._reducer.call(share)
 
     def _group(self, optimizer: Optimizer) -> Group:
         if id(optimizer) not in self._groups:

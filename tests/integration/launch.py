@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,10 +32,8 @@ def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float) -> str:
         except subprocess.TimeoutExpired:
             code = f"still running after {timeout} s"
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     text = log.read_text()
     assert code == 0, f"{script.name}: {code}\n{text[-6000:]}"
     return text

@@ -93,7 +93,10 @@ def fit(strategy: Any, optimizer: str, callbacks: list[Any], **options: Any) -> 
 
 def sparse(optimizer: str) -> Any:
     # several buckets, so that the newest exchange is not the whole model
-    return "sparse_ddp" if optimizer == "manual" else ls.SparseDDPStrategy(density=0.05, bucket_cap_mb=0.01)
+    if optimizer == "manual":
+        return "sparse_ddp"
+    exchange = ls.Gradients() if optimizer == "sgd" else "auto"
+    return ls.SparseDDPStrategy(density=0.05, exchange=exchange, bucket_cap_mb=0.01)
 
 
 def popen(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
+from pytorch_lightning.callbacks import BaseFinetuning, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -180,7 +180,9 @@ def gradients_telescope() -> dict[str, Any]:
         "model": None,
     }.items():
         net, ledger = Net("sgd"), Ledger()
-        strategy = ls.SparseDDPStrategy(density=0.05, compressor=compressor, bucket_cap_mb=0.005)
+        strategy = ls.SparseDDPStrategy(
+            density=0.05, exchange=ls.Gradients(), compressor=compressor, bucket_cap_mb=0.005
+        )
         trainer = fit(net, strategy, callbacks=[ledger], accumulate_grad_batches=2)
         out[name] = {
             **ledger.terms(),
@@ -214,11 +216,18 @@ def updates_telescope() -> dict[str, Any]:
 
 
 class Snapshots(pl.Callback):
-    """Own weights before validation and after it, and the anchor."""
+    """Own weights before validation and after it, and the anchor at the steps that are saved."""
+
+    def __init__(self) -> None:
+        self.anchors: dict[int, dict[str, Tensor]] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         if not hasattr(self, "during"):
             self.before = checksum(module)
+        if trainer.global_step % 7 == 0:
+            for group in trainer.strategy.tap._groups.values():
+                trainer.strategy.tap._merge(group)
+                self.anchors[trainer.global_step] = {name: x.clone() for name, x in group.anchor.flat.items()}
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.during = getattr(self, "during", None) or checksum(module)
@@ -250,6 +259,7 @@ def anchor_is_shown(folder: Path) -> dict[str, Any]:
         "after": snapshots.after,
         "seen": net.seen,
         "weights": ended,
+        "anchors": snapshots.anchors,
         "files": sorted(str(path.name) for path in folder.glob("*.ckpt")),
     }
 
@@ -312,7 +322,11 @@ class Sometimes(Net):
 
 def unused() -> dict[str, Any]:
     net, ledger = Sometimes(), Ledger()
-    fit(net, ls.SparseDDPStrategy(density=0.05, find_unused_parameters=True), callbacks=[ledger])
+    fit(
+        net,
+        ls.SparseDDPStrategy(density=0.05, exchange=ls.Gradients(), find_unused_parameters=True),
+        callbacks=[ledger],
+    )
     return {**ledger.terms(), "weights": weights(net)}
 
 
@@ -330,7 +344,10 @@ def row_sparse() -> dict[str, Any]:
     out = {}
     for name, strategy in {"ddp": "ddp", "dense": 1.0, "sparse": 0.05}.items():
         net = Rows()
-        fit(net, strategy if isinstance(strategy, str) else ls.SparseDDPStrategy(density=strategy))
+        fit(
+            net,
+            strategy if isinstance(strategy, str) else ls.SparseDDPStrategy(density=strategy, exchange=ls.Gradients()),
+        )
         out[name] = weights(net)
     return out
 
@@ -394,6 +411,63 @@ def again() -> dict[str, Any]:
     return out
 
 
+class Student(Net):
+    """A teacher that no optimizer steps follows the student's weights."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.teacher = nn.Linear(64, 10).requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.layers.parameters(), *self.head.parameters()], lr=0.003)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mine, theirs in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)
+
+
+def outside() -> dict[str, Any]:
+    net = Student()
+    start = weights(net)
+    fit(net, ls.SparseDDPStrategy(density=0.05))
+    return {"start": start, "weights": weights(net)}
+
+
+def averaged() -> dict[str, Any]:
+    """A callback that averages weights and puts them into the module at the very end."""
+    net = Net("adamw")
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=1)
+    fit(net, ls.SparseDDPStrategy(density=0.05), callbacks=[averaging], max_epochs=3)
+    return {"weights": weights(net)}
+
+
+def scaled() -> dict[str, Any]:
+    """A loss scaler's factor must not show: neither in the weights nor in what is kept."""
+    out = {}
+    for scale in (1.0, 4096.0):
+        net, ledger = Net("sgd"), Ledger()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=7)
+        plugin = pl.plugins.MixedPrecision("bf16-mixed", "cpu")
+        plugin.scaler = scaler
+        strategy = ls.SparseDDPStrategy(density=0.05, exchange=ls.Gradients())
+        fit(net, strategy, callbacks=[ledger], plugins=[plugin])
+        out[f"from {scale:.0f}"] = {"weights": weights(net), "kept": ledger.kept, "scale": scaler.get_scale()}
+    return out
+
+
+def found() -> dict[str, Any]:
+    """The learning rate finder trains and puts the weights back: nothing of that may be left."""
+    out = {}
+    for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
+        for way in ("plain", "found"):
+            net = Net("adamw" if name == "updates" else "sgd")
+            finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None, update_attr=False)
+            callbacks = [finder] if way == "found" else []
+            fit(net, ls.SparseDDPStrategy(density=0.05, exchange=exchange), callbacks=callbacks)
+            out[f"{name} {way}"] = {"weights": weights(net)}
+    return out
+
+
 class Fails(Net):
     def training_step(self, batch: list[Tensor]) -> Tensor:
         if self.global_step == 10:
@@ -418,6 +492,10 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
     row_sparse,
     finetuning,
     again,
+    outside,
+    averaged,
+    scaled,
+    found,
     interrupted,
 )
 

@@ -116,11 +116,12 @@ def test_checkpoints_hold_what_ranks_share(
     files = ranks[0]["anchor_is_shown"]["files"]
     assert len(files) == 2
     folder = next(tmp_path_factory.getbasetemp().glob("scenarios*")) / "checkpoints"
-    states = [torch.load(folder / name, weights_only=True)["state_dict"] for name in files]
-    assert all(torch.isfinite(x).all() for state in states for x in state.values())
-    # a checkpoint at the last validated step would hold the validated weights; these lie between start and end
-    assert not same(states[0], states[1])
-    assert not same(states[-1], ranks[0]["anchor_is_shown"]["weights"])
+    for name in files:
+        state = torch.load(folder / name, weights_only=True)["state_dict"]
+        step = int(name.removeprefix("step=").removesuffix(".ckpt"))
+        for rank in ranks:
+            for parameter, anchor in rank["anchor_is_shown"]["anchors"][step].items():
+                assert torch.equal(state[parameter].flatten(), anchor), f"{parameter} in {name}"
 
 
 @pytest.mark.parametrize("case", ["updates", "gradients"])
@@ -150,6 +151,24 @@ def test_parameters_that_join_later_are_exchanged(ranks: list[dict[str, Any]]) -
     """Layers unfrozen in the second epoch train, and stay equal on all ranks."""
     result = ranks[0]["finetuning"]
     assert not torch.equal(result["start"]["layers.0.weight"], result["weights"]["layers.0.weight"])
+
+
+def test_a_teacher_outside_the_optimizers_is_shared(ranks: list[dict[str, Any]]) -> None:
+    result = ranks[0]["outside"]
+    assert not torch.equal(result["start"]["teacher.weight"], result["weights"]["teacher.weight"])
+
+
+def test_a_loss_scale_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
+    """Powers of two scale exactly; the scale has grown in both runs, twice in 20 steps."""
+    first, second = ranks[0]["scaled"]["from 1"], ranks[0]["scaled"]["from 4096"]
+    assert (first["scale"], second["scale"]) == (4.0, 4096 * 4.0)
+    assert same(first["weights"], second["weights"])
+    assert same(first["kept"], second["kept"])
+
+
+@pytest.mark.parametrize("case", ["updates", "gradients"])
+def test_the_learning_rate_finder_leaves_no_trace(ranks: list[dict[str, Any]], case: str) -> None:
+    assert same(ranks[0]["found"][f"{case} plain"]["weights"], ranks[0]["found"][f"{case} found"]["weights"])
 
 
 def test_interrupted_training_leaves_the_anchor_and_no_worker(ranks: list[dict[str, Any]]) -> None:
