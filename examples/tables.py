@@ -73,12 +73,7 @@ BOARDS = {
         "train_digits.py",
         "--max-steps 300",
         3,
-        (
-            DDP,
-            Case("`sparse_ddp`, default (gradients)", "--strategy sparse_ddp"),
-            MOMENTUM,
-            Case("`Updates`", "--strategy sparse_ddp --exchange updates"),
-        ),
+        (DDP, DEFAULT, RESIDUAL, MOMENTUM),
     ),
 }
 
