@@ -94,7 +94,11 @@ def run(key: str, progress: Progress) -> None:
     todo = [(path, command) for _, path, command in runs(key) if not path.exists()]
     bar = progress.add_task(BOARDS[key].title, total=len(todo))
     for path, command in todo:
-        subprocess.run([sys.executable, str(HERE / command[0]), *command[1:], "--json", str(path)], check=True)
+        subprocess.run(
+            [sys.executable, str(HERE / command[0]), *command[1:], "--json", str(path)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         row = json.loads(path.read_text())
         path.write_text(json.dumps({"command": "python examples/" + " ".join(command), **row}, indent=2) + "\n")
         progress.advance(bar)
