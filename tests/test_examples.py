@@ -76,7 +76,7 @@ def test_lm_reports_a_flat_result(strategy: str, tmp_path: Path) -> None:
 def test_digits_reports_accuracy(strategy: str, tmp_path: Path) -> None:
     row = run("train_digits.py", "--strategy", strategy, "--max-steps", "3", cwd=tmp_path)
     assert set(row) == KEYS | {"val_accuracy"}
-    assert row["exchange"] == {"ddp": "all_reduce", "sparse_ddp": "gradients"}[strategy]
+    assert row["exchange"] == {"ddp": "all_reduce", "sparse_ddp": "updates"}[strategy]
     assert row["ranks_equal"] is True
     assert 0 <= row["val_accuracy"] <= 1
 
@@ -149,8 +149,8 @@ def test_last_step_is_validated(load: Any, steps: int, interval: int) -> None:
     ("arguments", "message"),
     [
         (["--memory", "momentum"], "--memory momentum needs --exchange gradients"),
-        (["--every", "4"], "--every, --anchor-step and --overlap need --exchange updates"),
-        (["--no-overlap", "--exchange", "gradients"], "--every, --anchor-step and --overlap need --exchange updates"),
+        (["--strategy", "sparse_ddp_spawn"], "expected a strategy whose ranks return to this script"),
+        (["--no-overlap", "--exchange", "gradients"], "--every, --anchor-step and --overlap do not go with"),
         (["--max-steps", "0"], "--max-steps must be at least 1, got 0"),
     ],
 )
