@@ -24,6 +24,7 @@ from lightning_sparse.summary import summarise
 from lightning_sparse.sync import Gradients, Updates
 from lightning_sparse.sync.buffers import broadcast_state
 from lightning_sparse.sync.gradients import GradientsTap
+from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
 # DDPStrategy of one tree or the other, which mypy cannot know
@@ -84,8 +85,7 @@ class SparseDDP(_Base):
         self.reducer: Reducer | None = None
         self._transport: ProcessGroup | None = None
         self._summary: dict[str, Any] = {}
-        self._stepping = False
-        self._handles: list[Any] = []
+        self._steps: Steps | None = None
         self._callbacks: list[Any] = []
         self._first: Any = None
 
@@ -125,16 +125,10 @@ class SparseDDP(_Base):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
-        if self.tap is None:
+        if self._steps is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.tap.before_step(optimizer)
-        self._stepping = True
-        try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._stepping = False
-        self.tap.after_step(optimizer)
-        return output
+        with self._steps.announced(optimizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def enter_shared(self) -> None:
         """Show what is equal on all ranks in the module. Every rank calls it."""
@@ -190,13 +184,12 @@ class SparseDDP(_Base):
             # a group in use cannot be given up
             if self.reducer.close():
                 self._transport.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._steps is not None:
+            self._steps.close()
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)
         self._callbacks, self._first = [], None
-        self.tap = self.reducer = self._transport = None
+        self.tap = self.reducer = self._transport = self._steps = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -240,11 +233,7 @@ class SparseDDP(_Base):
             self.tap = UpdatesTap(config, self.reducer, self._module, optimizers, is_linear)
             self._callbacks, self._first = trainer.callbacks, self._first_callback()
             self._callbacks.insert(0, self._first)
-            for optimizer in optimizers:
-                self._handles += [
-                    optimizer.register_step_pre_hook(self._about_to_step),
-                    optimizer.register_step_post_hook(self._stepped),
-                ]
+        self._steps = Steps(self.tap, optimizers)
         if self.is_global_zero:
             log.info(
                 f"sparse_ddp: {config} over {self.world_size} ranks, density {self._density},"
@@ -260,15 +249,6 @@ class SparseDDP(_Base):
             return self._exchange
         # a memory is of use with gradients only
         return Gradients() if self._memory is not None else Updates()
-
-    # manual optimization may step an optimizer without asking Lightning
-    def _about_to_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.tap is not None and not self._stepping:
-            self.tap.before_step(optimizer)
-
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.tap is not None and not self._stepping:
-            self.tap.after_step(optimizer)
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers a hook on CUDA only, silently
