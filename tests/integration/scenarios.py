@@ -475,6 +475,30 @@ class Fails(Net):
         return super().training_step(batch)
 
 
+class Poisoned(Net):
+    """NaN on the second rank only."""
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = super().training_step(batch)
+        return loss * torch.nan if self.global_step == 10 and self.global_rank == 1 else loss
+
+
+def stopped() -> dict[str, Any]:
+    """Errors of the exchange end fit on every rank, in their own words."""
+    out = {}
+    net = Poisoned("adamw")
+    with pytest.raises(FloatingPointError, match="expected finite weights on every rank"):
+        fit(net, ls.SparseDDPStrategy(density=0.05))
+    out["nan"] = {"weights": weights(net)}
+    for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
+        net = Net("adamw")
+        density = ls.piecewise({0: 0.05, 5: 7.0})
+        with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 7.0 from the schedule at step 5"):
+            fit(net, ls.SparseDDPStrategy(density=density, exchange=exchange))
+        out[name] = {"weights": weights(net)}
+    return out
+
+
 def interrupted() -> dict[str, Any]:
     net = Fails("adamw")
     start = weights(net)
@@ -496,6 +520,7 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
     averaged,
     scaled,
     found,
+    stopped,
     interrupted,
 )
 

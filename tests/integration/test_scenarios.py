@@ -171,6 +171,12 @@ def test_the_learning_rate_finder_leaves_no_trace(ranks: list[dict[str, Any]], c
     assert same(ranks[0]["found"][f"{case} plain"]["weights"], ranks[0]["found"][f"{case} found"]["weights"])
 
 
+def test_errors_of_the_exchange_leave_sound_weights(ranks: list[dict[str, Any]]) -> None:
+    """That each rank was told in words is asserted there; that ranks agree, by the first test here."""
+    for case in ("nan", "updates", "gradients"):
+        assert all(x.isfinite().all() for x in ranks[1]["stopped"][case]["weights"].values())
+
+
 def test_interrupted_training_leaves_the_anchor_and_no_worker(ranks: list[dict[str, Any]]) -> None:
     result = ranks[0]["interrupted"]
     assert not same(result["start"], result["weights"])
