@@ -17,7 +17,7 @@ from lightning_sparse.version import __version__
 
 if TYPE_CHECKING:
     from lightning_sparse.codecs import Raw
-    from lightning_sparse.communicators import AllGather
+    from lightning_sparse.communicators import AllGather, VirtualRanks
     from lightning_sparse.compressors import SampledTopK, TopK
     from lightning_sparse.memory import MomentumResidual, NoMemory, Residual
     from lightning_sparse.pytorch_lightning import DensityMonitor, SparseDDPStrategy, SparseProgressBar
@@ -37,6 +37,7 @@ _EXPORTS = {
     "SparseProgressBar": "pytorch_lightning",
     "TopK": "compressors",
     "Updates": "sync",
+    "VirtualRanks": "communicators",
     "constant": "schedules",
     "exponential_warmup": "schedules",
     "piecewise": "schedules",
@@ -55,6 +56,7 @@ __all__ = [
     "SparseProgressBar",
     "TopK",
     "Updates",
+    "VirtualRanks",
     "__version__",
     "constant",
     "exponential_warmup",

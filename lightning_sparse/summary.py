@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sparse.communicators.process_group import ring_bytes
+from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.protocols import Tap
 from lightning_sparse.reducer import Reducer
 

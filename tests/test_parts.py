@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_sparse.communicators.process_group import ring_bytes
+from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.compressors import TopK
 from lightning_sparse.memory import MomentumResidual, Residual, gather
 from lightning_sparse.random import Draw

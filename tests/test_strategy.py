@@ -73,6 +73,7 @@ PUBLIC = [
     "SparseProgressBar",
     "TopK",
     "Updates",
+    "VirtualRanks",
     "__version__",
     "constant",
     "exponential_warmup",

@@ -2,5 +2,6 @@
 
 from lightning_sparse.communicators.all_gather import AllGather
 from lightning_sparse.communicators.process_group import ProcessGroup
+from lightning_sparse.communicators.virtual_ranks import VirtualRanks
 
-__all__ = ["AllGather", "ProcessGroup"]
+__all__ = ["AllGather", "ProcessGroup", "VirtualRanks"]

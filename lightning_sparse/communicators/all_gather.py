@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparse.communicators.volume import gather_bytes
 from lightning_sparse.protocols import Codec, Mean, Transport
 from lightning_sparse.vector import SparseVector
 
@@ -33,4 +34,4 @@ class AllGather:
         return Mean(parts, 1.0 / transport.world_size, rejected=None if finite else sent, finite=finite)
 
     def nbytes(self, payload: int, world_size: int) -> int:
-        return 2 * (world_size - 1) * payload
+        return gather_bytes(payload, world_size)

@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sparse.communicators.volume import broadcast_bytes, gather_bytes, ring_bytes
+
 # renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def ring_bytes(nbytes: int, world_size: int) -> int:
-    """Sent + received per rank when a ring all-reduce moves a buffer of ``nbytes`` bytes."""
-    return 4 * (world_size - 1) * nbytes // world_size
 
 
 class ProcessGroup:
@@ -34,7 +31,7 @@ class ProcessGroup:
         self.bytes = 0
 
     def all_gather(self, buffer: Tensor) -> Tensor:
-        self.bytes += 2 * (self.world_size - 1) * buffer.nbytes
+        self.bytes += gather_bytes(buffer.nbytes, self.world_size)
         out = torch.empty(self.world_size * buffer.numel(), dtype=buffer.dtype, device=buffer.device)
         if buffer.numel():
             _all_gather(out, buffer, group=self._group)
@@ -49,7 +46,7 @@ class ProcessGroup:
         return buffer
 
     def broadcast_(self, buffer: Tensor) -> Tensor:
-        self.bytes += (self.world_size - 1) * buffer.nbytes if self.rank == 0 else buffer.nbytes
+        self.bytes += broadcast_bytes(buffer.nbytes, self.world_size, self.rank)
         if buffer.numel():
             dist.broadcast(buffer, src=0, group=self._group)
         return buffer

@@ -18,6 +18,7 @@ from lightning_sparse.memory import Residual
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, piecewise
 from lightning_sparse.vector import SparseVector
+from tests.integration.loops import LOOPS
 from tests.laws import CODECS, COMMUNICATORS
 
 NUMEL = 5000
@@ -150,6 +151,15 @@ def many_jobs(transport: ProcessGroup) -> dict[str, Any]:
     return {"values": torch.cat(parts)}
 
 
+def loops(transport: ProcessGroup) -> dict[str, Any]:
+    """Whole training runs, for comparison with the same runs on virtual ranks; byte counts from zero."""
+    out = {}
+    for name, loop in LOOPS.items():
+        transport.bytes = 0
+        out |= {f"{name}: {key}": x for key, x in loop(transport).items()}
+    return out
+
+
 def failure(transport: ProcessGroup) -> dict[str, Any]:
     """An error on the worker reaches whoever waits, and everything after it, in words."""
     tap = make(transport, lambda step: 0.5 if step < 1 else 7.0)
@@ -166,7 +176,7 @@ def main(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     transport = ProcessGroup()
-    checks = (communicators, reducer_telescopes, bad_rank, many_jobs, failure)
+    checks = (communicators, reducer_telescopes, bad_rank, many_jobs, loops, failure)
     results = {check.__name__: check(transport) for check in checks}
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.barrier()
