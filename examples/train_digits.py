@@ -6,6 +6,7 @@ python examples/train_digits.py --exchange gradients --memory momentum      # th
 
 import functools
 import zlib
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -75,6 +76,13 @@ def make_loaders(batch_size: int, world_size: int) -> tuple[DataLoader, DataLoad
     if batch_size * world_size > len(train):
         raise ValueError(f"--batch-size expected at most {len(train) // world_size} images per rank, got {batch_size}")
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(val, 64)
+
+
+def problem(seed: int, lr: float, max_steps: int, world_size: int) -> dict[str, Any]:
+    """What `python -m lightning_sparse bench convergence` trains: the same model and data, on virtual ranks."""
+    pl.seed_everything(seed, verbose=False)
+    train, val = make_loaders(32, world_size)
+    return {"module": ConvNet(lr, momentum=0.9), "train": train, "val": val}
 
 
 if __name__ == "__main__":

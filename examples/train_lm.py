@@ -6,6 +6,7 @@ python examples/train_lm.py --compare ddp        # the same with dense DDP besid
 
 import functools
 import math
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -89,6 +90,13 @@ def make_loaders(batch_size: int, max_steps: int, seed: int, world_size: int) ->
     train = Windows(train_text, CONTEXT, seed, max_steps * batch_size * world_size)
     val = Windows(val_text, CONTEXT, VALIDATION_SEED, VALIDATION_WINDOWS)
     return DataLoader(train, batch_size), DataLoader(val, VALIDATION_BATCH)
+
+
+def problem(seed: int, lr: float, max_steps: int, world_size: int) -> dict[str, Any]:
+    """What `python -m lightning_sparse bench convergence` trains: the same model and data, on virtual ranks."""
+    pl.seed_everything(seed, verbose=False)
+    train, val = make_loaders(16, max_steps, seed, world_size)
+    return {"module": GPT("small", lr, "cosine", max_steps), "train": train, "val": val, "clip": 1.0}
 
 
 if __name__ == "__main__":

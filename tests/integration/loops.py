@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.bench.simulate import GradientBucket
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import AllGather
 from lightning_sparse.compressors import SampledTopK, TopK
@@ -37,32 +37,6 @@ _MODEL = model()
 def loss(net: nn.Module, rank: int, step: int) -> Tensor:
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1000 * rank + step))
     return (net(x) - x.sum(1, keepdim=True).tanh()).square().mean()
-
-
-@dataclass
-class Bucket:
-    """What DDP would hand to the hook: all gradients in one buffer."""
-
-    weights: list[nn.Parameter]
-
-    def __post_init__(self) -> None:
-        self.flat = torch.cat([p.grad.flatten() for p in self.weights])
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self.weights
-
-    def gradients(self) -> list[Tensor]:
-        cut = self.flat.split([p.numel() for p in self.weights])
-        return [x.view_as(p) for x, p in zip(cut, self.weights, strict=True)]
 
 
 def make_reducer(transport: Transport, compressor: Compressor, density: float) -> Reducer:
@@ -101,11 +75,10 @@ def gradients(transport: Transport, compressor: Compressor, density: float) -> R
     for step in range(STEPS):
         optimizer.zero_grad()
         loss(net, transport.rank, step).backward()
-        bucket = Bucket(list(net.parameters()))
+        bucket = GradientBucket(list(net.parameters()))
         tap.hook(None, bucket).wait()
         tap.check()
-        for parameter, mean in zip(bucket.weights, bucket.gradients(), strict=True):
-            parameter.grad.copy_(mean)
+        bucket.write()
         optimizer.step()
     return finished(net, reducer, transport)
 

@@ -1,0 +1,46 @@
+"""Recipes that `bench convergence` compares: what is exchanged, by which parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_sparse.compressors import SampledTopK, TopK
+from lightning_sparse.memory import NoMemory, Residual
+from lightning_sparse.protocols import Compressor, Memory
+from lightning_sparse.sync import Gradients, Updates
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train on several ranks.
+
+    Args:
+        exchange: the tap and its options; None averages gradients densely, as DDP does.
+        compressor: which entries.
+        memory: makes what keeps the rest, for gradients.
+    """
+
+    exchange: Gradients | Updates | None
+    compressor: Compressor = field(default_factory=TopK)
+    memory: Callable[[], Memory] = Residual
+
+    @property
+    def name(self) -> str:
+        """Of the tap: "all_reduce", "gradients" or "updates"."""
+        return "all_reduce" if self.exchange is None else self.exchange.name
+
+
+RECIPES = {
+    "dense": Recipe(None),
+    "updates": Recipe(Updates()),
+    "updates-serial": Recipe(Updates(overlap=False)),
+    "updates-eta1": Recipe(Updates(anchor_step=1.0)),
+    "updates-every4": Recipe(Updates(every=4)),
+    "updates-every16": Recipe(Updates(every=16)),
+    "updates-layer": Recipe(Updates(), TopK(scope="layer")),
+    "updates-sampled": Recipe(Updates(), SampledTopK()),
+    "gradients": Recipe(Gradients()),
+    "gradients-layer": Recipe(Gradients(), TopK(scope="layer")),
+    "gradients-forgetful": Recipe(Gradients(), memory=NoMemory),
+}

@@ -1,0 +1,55 @@
+"""`bench convergence` through its public entry, on the digits example with few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.__main__ import main
+from lightning_sparse.bench import convergence
+
+ROOT = Path(__file__).parents[1]
+KEYS = {"example", "strategy", "compressor", "density", "steps", "val_loss", "dense_val_loss", "bytes_per_step"}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    # seed_everything leaves its seed in the environment
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    example = str(ROOT / "examples/train_digits.py")
+    recipes = ["dense", "updates", "gradients"]
+    fixed = ["bench", "convergence", "--example", example, "--cache", str(tmp_path / "cache"), "--steps", "6"]
+    return [*fixed, "--points", "2", "--ranks", "3", "--lr", "0.05", "0.2", "--recipes", *recipes]
+
+
+def test_rows_cache_and_plot(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, plot = tmp_path / "rows.json", tmp_path / "rows.png"
+    main([*arguments, "--json", str(out), "--plot", str(plot)])
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 6
+    assert set(rows[0]) >= KEYS | {"bytes_to_target"}
+    dense = [row["val_loss"] for row in rows if row["strategy"] == "dense"]
+    assert len(dense) == 2
+    assert all(row["dense_val_loss"] == min(dense) for row in rows), "dense is judged by its best learning rate"
+    sparse = [row for row in rows if row["strategy"] != "dense"]
+    assert all(row["bytes_over_dense"] < 0.5 for row in sparse)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "virtual ranks" in capsys.readouterr().out
+    # a second call finds every run finished
+    monkeypatch.setattr(convergence, "simulate", None)
+    main([*arguments, "--json", str(out)])
+    assert json.loads(out.read_text())["rows"] == rows
+
+
+def test_an_example_must_offer_a_problem(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("")
+    arguments[3] = str(tmp_path / "empty.py")
+    with pytest.raises(SystemExit, match="expected a function `problem`"):
+        main(arguments)
+    arguments[3] = str(tmp_path / "missing.py")
+    with pytest.raises(SystemExit, match="expected an example script"):
+        main(arguments)
