@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
 from lightning_sparse.sync import Gradients, Updates
+
+OWN = ("density", "exchange", "compressor", "memory", "codec", "communicator", "seed")
 
 
 def is_linear(optimizer: Optimizer) -> bool:
@@ -68,8 +74,20 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
-def check_ddp_options(kwargs: dict[str, Any]) -> None:
-    """Raise ValueError on options of DDPStrategy that would take the hook away from us."""
+def check_ddp_options(kwargs: dict[str, Any], known: Sequence[str]) -> None:
+    """Raise ValueError on options of DDPStrategy that would take the hook away from us, TypeError on unknown ones.
+
+    Args:
+        kwargs: what was given beside our own arguments.
+        known: names that ``DDPStrategy`` takes itself.
+    """
+    # with Updates no DDP is built that would complain
+    allowed = (*known, *list(inspect.signature(DistributedDataParallel.__init__).parameters)[2:])
+    for name in kwargs:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, [*OWN, *allowed], n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"expected one of {sorted({*OWN, *allowed})}"
+            raise TypeError(f"SparseDDPStrategy: got an unknown argument {name!r}: {advice}")
     advice = "sparse_ddp registers its own hook; use strategy='ddp' for another one"
     for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
         if kwargs.get(name) is not None:

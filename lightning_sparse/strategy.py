@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -72,7 +73,8 @@ class SparseDDP(_Base):
         **kwargs: Any,
     ) -> None:
         check_parts(density, exchange, compressor, memory, codec, communicator)
-        check_ddp_options(kwargs)
+        known = [name for name in inspect.signature(super().__init__).parameters if name != "kwargs"]
+        check_ddp_options(kwargs, known)
         super().__init__(**kwargs)
         self._density = density
         self._exchange = exchange

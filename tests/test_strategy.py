@@ -107,6 +107,8 @@ def test_public_names() -> None:
         ({"ddp_comm_state": PostLocalSGDState(None, None, 1)}, ValueError, "expected no post-local SGD"),
         ({"model_averaging_period": 4}, ValueError, "expected no post-local SGD"),
         ({"ddp_comm_state": object()}, ValueError, "expected no ddp_comm_state"),
+        ({"desnity": 0.5}, TypeError, "got an unknown argument 'desnity': did you mean 'density'?"),
+        ({"zzz": 1}, TypeError, "got an unknown argument 'zzz': expected one of"),
         ({"mixed_precision": object()}, ValueError, "expected no DDP mixed_precision"),
     ],
 )
