@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 
+import lightning_sparse  # noqa: F401  registers its strategies
+
 SPARSE = "sparse_ddp"
 
 
@@ -43,7 +45,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error("--memory momentum needs --exchange gradients")
     if options.exchange == "gradients" and updates_arguments(options):
         parser.error("--every, --anchor-step and --overlap do not go with --exchange gradients")
-    for name in (options.strategy, options.compare or ""):
+    for name in (options.strategy, options.compare):
+        if name is None:
+            continue
+        if name not in StrategyRegistry:
+            parser.error(f"expected a registered strategy, such as {SPARSE} or ddp, got {name!r}")
         if any(method in name for method in ("spawn", "fork", "notebook")):
             parser.error(f"expected a strategy whose ranks return to this script, got {name}: use {SPARSE} or ddp")
     for name in ("max_steps", "batch_size"):

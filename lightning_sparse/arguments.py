@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +28,8 @@ def is_linear(optimizer: Optimizer) -> bool:
 
 def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
     """Raise ValueError or TypeError unless each is what its seam takes (None stands for the default)."""
-    if not callable(density) and not (isinstance(density, (int, float)) and 0 < density <= 1):
+    is_fraction = isinstance(density, (int, float)) and not isinstance(density, bool) and 0 < density <= 1
+    if not callable(density) and not is_fraction:
         raise ValueError(f"SparseDDPStrategy: density must be in (0, 1] or a schedule, got {density!r}")
     if not (exchange == "auto" or isinstance(exchange, (Gradients, Updates))):
         raise ValueError(
@@ -71,6 +74,22 @@ def check_parameters(module: nn.Module) -> None:
             raise TypeError(
                 f"SparseDDPStrategy: expected float32, bfloat16 or float16 parameters, got {parameter.dtype} in"
                 f" {name!r}: convert it, or use strategy='ddp'"
+            )
+
+
+def check_ranks_agree(description: str) -> None:
+    """Raise ValueError on every rank unless all ranks pass the same text. Every rank calls it.
+
+    Ranks with other options would wait for each other for ever, or read bytes as what they are not.
+    """
+    texts: list[Any] = [None] * dist.get_world_size()
+    # a schedule prints its address, which differs between processes
+    dist.all_gather_object(texts, re.sub(r" at 0x[0-9a-f]+", "", description))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise ValueError(
+                f"SparseDDPStrategy: expected the same options and parameters on every rank, got {texts[0]} on rank 0"
+                f" and {text} on rank {rank}: configure all ranks alike"
             )
 
 

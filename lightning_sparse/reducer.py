@@ -134,7 +134,7 @@ class Reducer:
     def _density(self, step: int) -> float:
         density = float(self.density(step))
         if not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {density} from the schedule at step {step}")
+            raise ValueError(f"Reducer: density must be in (0, 1], got {density} from the schedule at step {step}")
         return density
 
     def _compress(self, accumulator: Accumulator, job: Job, density: float) -> SparseVector:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sparse.arguments import check_ddp_options, check_parameters, check_parts, is_linear
+from lightning_sparse.arguments import check_ddp_options, check_parameters, check_parts, check_ranks_agree, is_linear
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import AllGather, ProcessGroup
 from lightning_sparse.compressors import TopK
@@ -213,14 +214,21 @@ class SparseDDP(_Base):
             log.info("sparse_ddp: one rank, nothing to exchange")
             super().configure_ddp()
             return
+        density = "a schedule" if callable(self._density) else self._density
+        parameters = [(name, tuple(p.shape), p.dtype) for name, p in self._module.named_parameters() if p.requires_grad]
+        layout = zlib.crc32(repr(parameters).encode())
+        check_ranks_agree(
+            f"{config}, density {density}, {self._compressor}, {self._codec}, {self._communicator},"
+            f" seed {self._seed}, {len(parameters)} parameters (layout {layout:08x})"
+        )
         self._transport = ProcessGroup(self._timeout, self._process_group_backend)
-        density = self._density if callable(self._density) else constant(float(self._density))
+        schedule = self._density if callable(self._density) else constant(float(self._density))
         self.reducer = Reducer(
             self._compressor,
             self._codec,
             self._communicator,
             self._transport,
-            density,
+            schedule,
             self.root_device,
             self._seed,
         )

@@ -28,6 +28,12 @@ def flat_view(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
+def check_dense_below(owner: str, dense_below: object) -> None:
+    """Raise ValueError unless ``dense_below`` is an integer of at least 0."""
+    if isinstance(dense_below, bool) or not isinstance(dense_below, int) or dense_below < 0:
+        raise ValueError(f"{owner}: dense_below must be at least 0, got {dense_below!r}: give an integer")
+
+
 def is_small(tensor: Tensor, dense_below: int) -> bool:
     """Whether a parameter of this shape is averaged densely: vectors, scalars and small matrices."""
     return tensor.ndim < 2 or tensor.numel() < max(1, dense_below)

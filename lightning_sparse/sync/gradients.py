@@ -14,7 +14,7 @@ from lightning_sparse.job import Job, Outcome
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Memory
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.sync.flat import is_small
+from lightning_sparse.sync.flat import check_dense_below, is_small
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class Gradients:
     name: str = field(init=False, default="gradients")
 
     def __post_init__(self) -> None:
-        if self.dense_below < 0:
-            raise ValueError(f"Gradients: dense_below must be at least 0, got {self.dense_below}")
+        check_dense_below("Gradients", self.dense_below)
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from lightning_sparse.protocols import Schedule
+from lightning_sparse.sync.flat import check_dense_below
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class Updates:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"Updates: every must be an integer of at least 1, got {self.every!r}")
-        if isinstance(self.anchor_step, (int, float)) and not self.anchor_step > 0:
-            raise ValueError(f"Updates: anchor_step must be positive, got {self.anchor_step}")
-        if self.dense_below < 0:
-            raise ValueError(f"Updates: dense_below must be at least 0, got {self.dense_below}")
+        step = self.anchor_step
+        is_number = isinstance(step, (int, float)) and not isinstance(step, bool) and 0 < step < math.inf
+        if not (step is None or callable(step) or is_number):
+            raise ValueError(f"Updates: anchor_step must be positive, got {step!r}: give a number, a schedule or None")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"Updates: overlap must be True or False, got {self.overlap!r}")
+        check_dense_below("Updates", self.dense_below)

@@ -199,7 +199,7 @@ def updates_telescope() -> dict[str, Any]:
         "overlap": ls.Updates(),
         "serial": ls.Updates(overlap=False),
         "every": ls.Updates(every=3),
-        "eta": ls.Updates(anchor_step=1.0),
+        "eta": ls.Updates(anchor_step=lambda step: 1.0),
     }
     for name, exchange in rows.items():
         net, ledger, unshared = Net("adamw"), Ledger(), KeepUnshared()
@@ -499,6 +499,21 @@ def stopped() -> dict[str, Any]:
     return out
 
 
+def disagreeing() -> dict[str, Any]:
+    """Ranks that were configured differently are told so before any of them waits for another."""
+    rank = torch.distributed.get_rank()
+    pairs = {
+        "density": [ls.SparseDDPStrategy(density=0.05), ls.SparseDDPStrategy(density=0.2)],
+        "exchange": [ls.SparseDDPStrategy(exchange=x) for x in (ls.Updates(), ls.Gradients())],
+    }
+    messages = {}
+    for name, strategies in pairs.items():
+        with pytest.raises(ValueError, match="expected the same options and parameters on every rank") as caught:
+            fit(Net("adamw"), strategies[rank])
+        messages[name] = str(caught.value)
+    return {"messages": messages}
+
+
 def interrupted() -> dict[str, Any]:
     net = Fails("adamw")
     start = weights(net)
@@ -521,6 +536,7 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
     scaled,
     found,
     stopped,
+    disagreeing,
     interrupted,
 )
 

@@ -177,6 +177,14 @@ def test_errors_of_the_exchange_leave_sound_weights(ranks: list[dict[str, Any]])
         assert all(x.isfinite().all() for x in ranks[1]["stopped"][case]["weights"].values())
 
 
+def test_ranks_that_disagree_are_told(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["disagreeing"]["messages"] for rank in ranks)
+    assert first == second
+    assert "density 0.05" in first["density"]
+    assert "density 0.2" in first["density"]
+    assert "Gradients" in first["exchange"]
+
+
 def test_interrupted_training_leaves_the_anchor_and_no_worker(ranks: list[dict[str, Any]]) -> None:
     result = ranks[0]["interrupted"]
     assert not same(result["start"], result["weights"])
