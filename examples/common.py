@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sparse.checksum import ranks_equal
+from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.version import __version__
 
 POINTS = 10  # validations in a run
@@ -126,12 +127,11 @@ def train(
 
 def exchanged(name: str, trainer: pl.Trainer, model: nn.Module) -> Row:
     """What was sent; bytes are sent + received per step and rank, for dense DDP those of a ring all-reduce in fp32."""
-    w = trainer.world_size
-    dense = 4 * (w - 1) / w * 4 * numel(model)
     if not name.startswith(SPARSE):
+        dense = ring_bytes(4 * numel(model), trainer.world_size)
         return {"exchange": "all_reduce", "density": 1.0, "bytes_per_step": dense, "dense_bytes_per_step": dense}
     summary = trainer.strategy.summary()
-    return {key: summary[key] for key in ("exchange", "density", "bytes_per_step")} | {"dense_bytes_per_step": dense}
+    return {key: summary[key] for key in ("exchange", "density", "bytes_per_step", "dense_bytes_per_step")}
 
 
 def reports(name: str) -> list[Callback]:

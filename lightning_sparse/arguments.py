@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,11 +78,13 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
-def check_ranks_agree(description: str) -> None:
-    """Raise ValueError on every rank unless all ranks pass the same text. Every rank calls it.
+def check_ranks_agree(options: str, module: nn.Module) -> None:
+    """Raise ValueError on every rank unless all pass the same text and like parameters. Every rank calls it.
 
     Ranks with other options would wait for each other for ever, or read bytes as what they are not.
     """
+    layout = [(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if p.requires_grad]
+    description = f"{options}, {len(layout)} parameters (layout {zlib.crc32(repr(layout).encode()):08x})"
     texts: list[Any] = [None] * dist.get_world_size()
     # a schedule prints its address, which differs between processes
     dist.all_gather_object(texts, re.sub(r" at 0x[0-9a-f]+", "", description))

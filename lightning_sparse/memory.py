@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.accumulator import Sum, Vectors
+from lightning_sparse.kernels.pieces import bounds_of
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.vector import SparseVector
@@ -216,7 +217,7 @@ class NoMemory:
 
 def gather(pieces: Sequence[Tensor], indices: Tensor) -> Tensor:
     """``concat(pieces)[indices]`` without the concatenation: [k]. Reads the piece bounds on the host."""
-    bounds = torch.tensor([0] + [piece.numel() for piece in pieces], device=indices.device).cumsum(0)
+    bounds = torch.tensor(bounds_of(pieces), device=indices.device)  # [pieces + 1]
     owner = torch.searchsorted(bounds, indices.long(), right=True) - 1  # [k]
     out = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
     for position, piece in enumerate(pieces):

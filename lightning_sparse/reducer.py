@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.job import Job, Outcome, Picked, Totals
+from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
 from lightning_sparse.random import Draw
-from lightning_sparse.vector import SparseVector, concatenate, index_dtype
+from lightning_sparse.vector import SparseVector, concatenate
 from lightning_sparse.worker import Worker
 
 _T = TypeVar("_T")

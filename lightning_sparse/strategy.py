@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -101,15 +100,14 @@ class SparseDDP(_Base):
         )
 
     def configure_ddp(self) -> None:
-        """Nothing yet: what to wrap depends on the optimizers, which come later."""
+        """Nothing yet: `setup` wraps the module, if the tap needs it, once the optimizers are there."""
 
     def setup(self, trainer: Any) -> None:
-        """Set up as ``DDPStrategy`` does, then connect the tap that suits the optimizers."""
+        """Set up as ``DDPStrategy`` does, then connect the tap to the optimizers."""
         if trainer.state.fn != "fit":
             super().setup(trainer)
             return
-        module = self._module
-        check_parameters(module)
+        check_parameters(self._module)
         super().setup(trainer)
         self._connect(trainer)
 
@@ -215,12 +213,8 @@ class SparseDDP(_Base):
             super().configure_ddp()
             return
         density = "a schedule" if callable(self._density) else self._density
-        parameters = [(name, tuple(p.shape), p.dtype) for name, p in self._module.named_parameters() if p.requires_grad]
-        layout = zlib.crc32(repr(parameters).encode())
-        check_ranks_agree(
-            f"{config}, density {density}, {self._compressor}, {self._codec}, {self._communicator},"
-            f" seed {self._seed}, {len(parameters)} parameters (layout {layout:08x})"
-        )
+        parts = f"{config}, density {density}, {self._compressor}, {self._codec}, {self._communicator}"
+        check_ranks_agree(f"{parts}, seed {self._seed}", self._module)
         self._transport = ProcessGroup(self._timeout, self._process_group_backend)
         schedule = self._density if callable(self._density) else constant(float(self._density))
         self.reducer = Reducer(
@@ -245,10 +239,7 @@ class SparseDDP(_Base):
             self._callbacks.insert(0, self._first)
         self._steps = Steps(self.tap, optimizers)
         if self.is_global_zero:
-            log.info(
-                f"sparse_ddp: {config} over {self.world_size} ranks, density {self._density},"
-                f" {self._compressor}, {self._codec}, {self._communicator}"
-            )
+            log.info(f"sparse_ddp: {self.world_size} ranks, {parts}")
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.pieces import index_dtype
+
 
 @dataclass(frozen=True)
 class SparseVector:
@@ -40,11 +42,6 @@ class SparseVector:
         """The vector with zeros everywhere else: [numel] float32. For tests and small vectors."""
         out = torch.zeros(self.numel, dtype=torch.float32, device=self.values.device)
         return out.index_add_(0, self.indices.long(), self.values) if self.numel else out
-
-
-def index_dtype(numel: int) -> torch.dtype:
-    """The integer type that indices of a vector of ``numel`` elements travel in."""
-    return torch.int32 if numel < 2**31 else torch.int64
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:

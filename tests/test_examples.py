@@ -2,14 +2,14 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.integration.launch import run_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -35,13 +35,9 @@ KEYS = {
 
 def run(script: str, *arguments: str, cwd: Path) -> Any:
     """Runs a script on two CPU processes from another directory and returns what it wrote as JSON."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLES / script), "--accelerator", "cpu", "--devices", "2", "--quiet"]
-    command += ["--batch-size", "2", "--json", "out/result.json", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "seconds per step" in done.stdout
+    fixed = ["--accelerator", "cpu", "--devices", "2", "--quiet", "--batch-size", "2", "--json", "out/result.json"]
+    printed = run_ranks(EXAMPLES / script, *fixed, *arguments, cwd=cwd, timeout=300)
+    assert "seconds per step" in printed
     return json.loads((cwd / "out/result.json").read_text())
 
 

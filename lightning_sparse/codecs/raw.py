@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.vector import SparseVector, index_dtype
+from lightning_sparse.kernels.pieces import index_dtype
+from lightning_sparse.vector import SparseVector
 
 _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.sample import check_scope, entries, sampled_threshold
+from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.random import Draw
-from lightning_sparse.vector import SparseVector, index_dtype
+from lightning_sparse.vector import SparseVector
 
 # below this, sampling costs more than it saves
 _DIRECT = 65_536

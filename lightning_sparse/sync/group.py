@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from torch import Tensor, nn
@@ -37,15 +37,19 @@ class Group:
     def add(self, parameters: dict[str, nn.Parameter]) -> None:
         """Take up parameters that ranks agree on now."""
         self.parameters.update(parameters)
-        self.anchor.add(list(parameters), self.views(list(parameters)))
+        self.anchor.add(list(parameters), self.views(parameters))
 
     def restart(self) -> None:
         """Anchor the weights where they are and count from the start."""
         self.steps = self.exchanges = 0
         self.flight = self.merged = None
-        self.anchor.add(list(self.parameters), self.views(list(self.parameters)))
+        self.anchor.add(list(self.parameters), self.views(self.parameters))
 
-    def views(self, names: Sequence[str]) -> list[Tensor]:
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Every weight as a flat view, and its anchor: [n] each."""
+        return list(zip(self.views(self.parameters), self.anchor.of(list(self.parameters)), strict=True))
+
+    def views(self, names: Iterable[str]) -> list[Tensor]:
         """The weights as flat views: [n] each."""
         # taken anew each time: the storage of a parameter may change between steps
         return [flat_view(self.parameters[name]) for name in names]

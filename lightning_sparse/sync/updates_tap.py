@@ -69,13 +69,13 @@ class UpdatesTap:
         self._adopt(group, optimizer)
         self._before = None
         if self.watch(group.steps):
-            self._before = [view.clone() for view in group.views(list(group.parameters))]
+            self._before = [view.clone() for view in group.views(group.parameters)]
 
     def after_step(self, optimizer: Optimizer) -> None:
         group = self._group(optimizer)
         before, self._before = self._before, None
         if before is not None:
-            moved = zip(group.views(list(group.parameters)), before, strict=True)
+            moved = zip(group.views(group.parameters), before, strict=True)
             group.moved = math.sqrt(sum(float((p - old).double().square().sum()) for p, old in moved))
         group.steps += 1
         if group.steps % self._config.every:
@@ -110,7 +110,7 @@ class UpdatesTap:
             return
         self._shared = False
         for group in self._groups.values():
-            for view, own in zip(group.views(list(group.parameters)), group.own, strict=True):
+            for view, own in zip(group.views(group.parameters), group.own, strict=True):
                 view.copy_(own)
             group.own = []
 
@@ -130,14 +130,8 @@ class UpdatesTap:
         finally:
             self.leave_shared()
 
-    @torch.no_grad()
     def finish(self) -> None:
-        if self._finished:
-            return
-        self.leave_shared()
-        self._show_anchor(keep=False, wait=True)
-        self._share_rest()
-        self._finished = True
+        self._end(together=True)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -147,8 +141,7 @@ class UpdatesTap:
         """
         weights, moved = [], torch.zeros(1)
         for group in self._groups.values():
-            names = list(group.parameters)
-            for view, anchor in zip(group.views(names), group.anchor.of(names), strict=True):
+            for view, anchor in group.pairs():
                 weights.append(view)
                 moved += not torch.equal(view, anchor.to(view.dtype))
         device = weights[0].device if weights else None
@@ -160,21 +153,15 @@ class UpdatesTap:
 
         self._reducer.call(agree)
 
-    @torch.no_grad()
     def abandon(self) -> None:
         """Training ended early: the module keeps the anchor, and nobody is waited for."""
-        if self._finished:
-            return
-        self.leave_shared()
-        self._show_anchor(keep=False, wait=False)
-        self._finished = True
+        self._end(together=False)
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
         squares = 0.0
         for group in self._groups.values():
-            names = list(group.parameters)
-            for view, anchor in zip(group.views(names), group.anchor.of(names), strict=True):
+            for view, anchor in group.pairs():
                 squares += float((view.float() - anchor).double().square().sum())
         return {"left": math.sqrt(squares), "input": math.hypot(*(group.moved for group in self._groups.values()))}
 
@@ -193,9 +180,15 @@ class UpdatesTap:
         if self._shared or self._finished:
             return
         self._shared = True
-        self._show_anchor(keep=True, wait=together)
-        if together:
-            self._share_rest()
+        self._show_anchor(keep=True, together=together)
+
+    @torch.no_grad()
+    def _end(self, together: bool) -> None:
+        if self._finished:
+            return
+        self.leave_shared()
+        self._show_anchor(keep=False, together=together)
+        self._finished = True
 
     def _share_rest(self) -> None:
         def share() -> None:
@@ -212,15 +205,15 @@ class UpdatesTap:
             )
         return self._groups[id(optimizer)]
 
-    def _show_anchor(self, keep: bool, wait: bool) -> None:
+    def _show_anchor(self, keep: bool, together: bool) -> None:
         for group in self._groups.values():
-            if wait:
+            if together:
                 self._merge(group)
-            names = list(group.parameters)
-            views = group.views(names)
-            group.own = [view.clone() for view in views] if keep else []
-            for view, anchor in zip(views, group.anchor.of(names), strict=True):
+            group.own = [view.clone() for view in group.views(group.parameters)] if keep else []
+            for view, anchor in group.pairs():
                 view.copy_(anchor)
+        if together:
+            self._share_rest()
 
     @torch.no_grad()
     def _merge(self, group: Group) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,11 +19,10 @@ def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float) -> str:
     Raises:
         AssertionError: it failed, or took longer than ``timeout`` seconds; the message ends with its output.
     """
-    log = cwd / "output.txt"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     env.pop("TRITON_INTERPRET", None)
     # a file and not a pipe: a rank that hangs would keep the pipe open after the first has failed
-    with log.open("w") as out:
+    with tempfile.TemporaryFile("w+") as out:
         command = [sys.executable, str(script), *arguments]
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -34,6 +34,7 @@ def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float) -> str:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    text = log.read_text()
+        out.seek(0)
+        text = out.read()
     assert code == 0, f"{script.name}: {code}\n{text[-6000:]}"
     return text
