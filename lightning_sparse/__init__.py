@@ -16,9 +16,9 @@ from lightning_sparse.trees import register_trees
 from lightning_sparse.version import __version__
 
 if TYPE_CHECKING:
-    from lightning_sparse.codecs import Raw
-    from lightning_sparse.communicators import AllGather, VirtualRanks
-    from lightning_sparse.compressors import SampledTopK, TopK
+    from lightning_sparse.codecs import Quantized, Raw
+    from lightning_sparse.communicators import AllGather, CompressedAllReduce, VirtualRanks
+    from lightning_sparse.compressors import SampledTopK, TopK, WeightBlocks
     from lightning_sparse.memory import MomentumResidual, NoMemory, Residual
     from lightning_sparse.pytorch_lightning import DensityMonitor, SparseDDPStrategy, SparseProgressBar
     from lightning_sparse.schedules import constant, exponential_warmup, piecewise
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "AllGather": "communicators",
+    "CompressedAllReduce": "communicators",
     "DensityMonitor": "pytorch_lightning",
     "Gradients": "sync",
     "MomentumResidual": "memory",
     "NoMemory": "memory",
+    "Quantized": "codecs",
     "Raw": "codecs",
     "Residual": "memory",
     "SampledTopK": "compressors",
@@ -38,6 +40,7 @@ _EXPORTS = {
     "TopK": "compressors",
     "Updates": "sync",
     "VirtualRanks": "communicators",
+    "WeightBlocks": "compressors",
     "constant": "schedules",
     "exponential_warmup": "schedules",
     "piecewise": "schedules",
@@ -45,10 +48,12 @@ _EXPORTS = {
 
 __all__ = [
     "AllGather",
+    "CompressedAllReduce",
     "DensityMonitor",
     "Gradients",
     "MomentumResidual",
     "NoMemory",
+    "Quantized",
     "Raw",
     "Residual",
     "SampledTopK",
@@ -57,6 +62,7 @@ __all__ = [
     "TopK",
     "Updates",
     "VirtualRanks",
+    "WeightBlocks",
     "__version__",
     "constant",
     "exponential_warmup",

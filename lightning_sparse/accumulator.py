@@ -37,6 +37,9 @@ class Vectors:
         values, indices, count = select(self.vectors, threshold, capacity, start)
         return SparseVector(values, indices, self.numel), count
 
+    def block(self, start: int, numel: int) -> Tensor:
+        return torch.cat([v[a:b].float() for v, a, b in _overlaps(self.vectors, start, numel)])
+
     def pieces(self) -> list[Tensor]:
         return [vector.float() for vector in self.vectors]
 
@@ -72,6 +75,9 @@ class Sum:
         values, indices, count = accumulate_select(self.gradients, self.residuals, threshold, capacity, start)
         return SparseVector(values, indices, self.numel), count
 
+    def block(self, start: int, numel: int) -> Tensor:
+        return Vectors(self.pieces()).block(start, numel)
+
     def pieces(self) -> list[Tensor]:
         if not self._added:
             self._added = True
@@ -103,8 +109,23 @@ class Difference:
         values, indices, count = difference_select(self.weights, self.anchors, threshold, capacity, start)
         return SparseVector(values, indices, self.numel), count
 
+    def block(self, start: int, numel: int) -> Tensor:
+        weights = _overlaps(self.weights, start, numel)
+        anchors = _overlaps(self.anchors, start, numel)
+        return torch.cat([w[a:b].float() - x[a:b] for (w, a, b), (x, _, _) in zip(weights, anchors, strict=True)])
+
     def pieces(self) -> list[Tensor]:
         return [weight.float() - anchor for weight, anchor in zip(self.weights, self.anchors, strict=True)]
+
+
+def _overlaps(vectors: Sequence[Tensor], start: int, numel: int) -> list[tuple[Tensor, int, int]]:
+    """Which part of each vector lies in [start, start + numel) of the whole: (vector, from, to), maybe empty."""
+    out, offset = [], 0
+    for vector in vectors:
+        low, high = (min(max(at - offset, 0), vector.numel()) for at in (start, start + numel))
+        out.append((vector, low, high))
+        offset += vector.numel()
+    return out
 
 
 def _positions(vectors: Sequence[Tensor], size: int, draw: Draw) -> list[Tensor]:

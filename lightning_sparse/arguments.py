@@ -46,6 +46,12 @@ def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec
     for name, value, protocol, example in seams:
         if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
             raise TypeError(f"SparseDDPStrategy: {name} must be an object such as {example}, got {value!r}")
+    for name, value in (("codec", codec), ("communicator", communicator)):
+        if value is not None and value.agreed and not (compressor is not None and compressor.agreed):
+            raise ValueError(
+                f"SparseDDPStrategy: {name}={value} needs entries that are the same on every rank, got"
+                f" compressor={compressor or 'TopK()'}: use compressor=WeightBlocks()"
+            )
 
 
 def check_memory(exchange: Any, memory: Memory | None) -> None:

@@ -29,6 +29,9 @@ class Accumulator(Protocol):
     def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
         """Entries with |value| >= threshold, in one dense pass, and how many there are (may exceed capacity)."""
 
+    def block(self, start: int, numel: int) -> Tensor:
+        """Neighbouring values from ``start`` on: [numel] float32. A dense pass only if something must be added."""
+
     def pieces(self) -> list[Tensor]:
         """The values themselves: [numel of the piece] float32 each. Costs a dense pass."""
 
@@ -79,6 +82,10 @@ class Compressor(Protocol):
     def scope(self) -> str:
         """What one selection runs over: "layer", "bucket" or "model"."""
 
+    @property
+    def agreed(self) -> bool:
+        """Whether every rank picks the same entries, whatever their values."""
+
     def capacity(self, numel: int, density: float) -> int:
         """Entries the payload holds: a function of (numel, density) only."""
 
@@ -89,6 +96,10 @@ class Compressor(Protocol):
 @runtime_checkable
 class Codec(Protocol):
     """Which bytes carry the entries?"""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether it can only carry entries that are agreed."""
 
     def nbytes(self, numel: int, capacity: int) -> int:
         """Bytes of a payload; a function of its arguments only."""
@@ -116,6 +127,9 @@ class Transport(Protocol):
     def all_gather(self, buffer: Tensor) -> Tensor:
         """[w, b] uint8 from every rank's [b] uint8, in rank order."""
 
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        """[w, b] uint8: row r is this rank's row of rank r's [w, b]."""
+
     def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
         """The mean over ranks, in place: same shape and dtype."""
 
@@ -139,8 +153,22 @@ class Mean:
 class Communicator(Protocol):
     """How do ranks average?"""
 
+    @property
+    def agreed(self) -> bool:
+        """Whether it can only average entries that are agreed."""
+
+    def sections(self, world_size: int) -> int:
+        """Parts of equal capacity that a payload is cut into; each is encoded on its own."""
+
     def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport) -> Mean:
-        """Average one payload of every rank. Every rank calls it, in the same order; same bits on every rank."""
+        """Average one payload of every rank. Every rank calls it, in the same order; same bits on every rank.
+
+        Args:
+            sent: the payload as receivers see it, all sections end to end.
+            wire: its sections: [s, b] uint8.
+            codec: that encoded them.
+            transport: to the other ranks.
+        """
 
     def nbytes(self, payload: int, world_size: int) -> int:
         """Sent + received per rank for one exchange of payloads of ``payload`` bytes."""

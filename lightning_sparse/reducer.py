@@ -16,6 +16,7 @@ from lightning_sparse.job import Job, Outcome, Picked, Totals
 from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
 from lightning_sparse.random import Draw
+from lightning_sparse.sections import encode_sections
 from lightning_sparse.vector import SparseVector, concatenate
 from lightning_sparse.worker import Worker
 
@@ -50,6 +51,7 @@ class Reducer:
         self.totals = Totals()
         self.last: dict[str, Picked] = {}
         self._codec = _TimedCodec(codec)
+        self._sections = communicator.sections(transport.world_size)
         self._seed = seed
         self._lock = threading.Lock()
         self._worker = Worker(device)
@@ -83,9 +85,7 @@ class Reducer:
             sent = self._compress(accumulator, job, density)
             self._count("select", start)
             start = time.perf_counter()
-            wire = self._codec.encode(sent)
-            # what receivers will decode is what has left, rounding included
-            sent = self._codec.decode(wire, sent.numel, sent.capacity)
+            sent, wire = encode_sections(sent, self._sections, self._codec)
             job.memory.discard(job.names, sent)
             self._count("encode", start)
         elif job.names:
@@ -159,7 +159,7 @@ class Reducer:
             values = torch.full((capacity,), torch.nan, device=device)
             # the first entries, so that the payload keeps the invariants of a sparse vector
             sent = SparseVector(values, torch.arange(capacity, dtype=dtype, device=device), sum(sizes))
-            wire = self._codec.encode(sent)
+            sent, wire = encode_sections(sent, self._sections, self._codec)
         return Picked(job, density, sent, wire, _flat([*whole, *job.dense_inputs], job), finite=False)
 
     def _count(self, stage: str, start: float) -> None:
@@ -189,6 +189,10 @@ class _TimedCodec:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self.seconds = 0.0
+
+    @property
+    def agreed(self) -> bool:
+        return self._codec.agreed
 
     def nbytes(self, numel: int, capacity: int) -> int:
         return self._codec.nbytes(numel, capacity)

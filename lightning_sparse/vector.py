@@ -15,8 +15,9 @@ from lightning_sparse.kernels.pieces import index_dtype
 class SparseVector:
     """Entries picked from a flat vector of ``numel`` elements.
 
-    Invariants: entries whose value is not zero have unique indices in [0, numel) in ascending order and come first;
-    padding (value 0, index 0) follows. Both tensors have the same length, the capacity.
+    Invariants: entries come first, with unique indices in [0, numel) in ascending order; padding (value 0, index 0)
+    follows. An entry of value 0 counts as padding, except among agreed entries, which keep their places. Both tensors
+    have the same length, the capacity.
 
     Args:
         values: [capacity] float32.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightning_sparse.codecs import Raw
+from lightning_sparse.communicators import AllGather
 from lightning_sparse.compressors import SampledTopK, TopK
 from lightning_sparse.memory import NoMemory, Residual
-from lightning_sparse.protocols import Compressor, Memory
+from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
 from lightning_sparse.sync import Gradients, Updates
 
 
@@ -19,11 +21,15 @@ class Recipe:
         exchange: the tap and its options; None averages gradients densely, as DDP does.
         compressor: which entries.
         memory: makes what keeps the rest, for gradients.
+        codec: which bytes.
+        communicator: how ranks average.
     """
 
     exchange: Gradients | Updates | None
     compressor: Compressor = field(default_factory=TopK)
     memory: Callable[[], Memory] = Residual
+    codec: Codec = field(default_factory=Raw)
+    communicator: Communicator = field(default_factory=AllGather)
 
     @property
     def name(self) -> str:

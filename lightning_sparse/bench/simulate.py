@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lightning_sparse.arguments import is_linear
 from lightning_sparse.bench.recipes import Recipe
-from lightning_sparse.codecs import Raw
-from lightning_sparse.communicators import AllGather, VirtualRanks
+from lightning_sparse.communicators import VirtualRanks
 from lightning_sparse.protocols import Transport
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
@@ -105,7 +104,7 @@ class _Rank:
         # dense training is density 1 through the same reducer
         share = constant(1.0 if recipe.exchange is None else density)
         device = torch.device("cpu")
-        self.reducer = Reducer(recipe.compressor, Raw(), AllGather(), transport, share, device)
+        self.reducer = Reducer(recipe.compressor, recipe.codec, recipe.communicator, transport, share, device)
         self.tap: GradientsTap | UpdatesTap
         if isinstance(recipe.exchange, Updates):
             self.tap = UpdatesTap(recipe.exchange, self.reducer, self.module, [self.optimizer], is_linear)

@@ -1,5 +1,6 @@
 """Which bytes carry the entries? One format a file."""
 
+from lightning_sparse.codecs.quantized import Quantized
 from lightning_sparse.codecs.raw import Raw
 
-__all__ = ["Raw"]
+__all__ = ["Quantized", "Raw"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Raw:
         60
     """
 
+    agreed: ClassVar[bool] = False
     values: str = "bf16"
 
     def __post_init__(self) -> None:

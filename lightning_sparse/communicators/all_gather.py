@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,13 @@ class AllGather:
         480
     """
 
+    agreed: ClassVar[bool] = False
+
+    def sections(self, world_size: int) -> int:
+        return 1
+
     def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport) -> Mean:
-        wires = transport.all_gather(wire)  # [w, b] uint8
+        wires = transport.all_gather(wire[0])  # [w, b] uint8
         parts = [codec.decode(row, sent.numel, sent.capacity) for row in wires.unbind()]
         # one host read for all ranks
         finite = bool(torch.stack([part.values.isfinite().all() for part in parts]).all())

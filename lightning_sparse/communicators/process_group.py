@@ -12,6 +12,7 @@ from lightning_sparse.communicators.volume import broadcast_bytes, gather_bytes,
 
 # renamed in torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = dist.all_to_all_single
 
 
 class ProcessGroup:
@@ -36,6 +37,13 @@ class ProcessGroup:
         if buffer.numel():
             _all_gather(out, buffer, group=self._group)
         return out.view(self.world_size, -1) if buffer.numel() else out.view(self.world_size, 0)
+
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        self.bytes += gather_bytes(buffer.nbytes // self.world_size, self.world_size)
+        out = torch.empty_like(buffer)
+        if buffer.numel():
+            _all_to_all(out, buffer.contiguous(), group=self._group)
+        return out
 
     def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
         self.bytes += ring_bytes(buffer.nbytes, self.world_size)

@@ -84,6 +84,10 @@ class VirtualTransport:
         self.bytes += gather_bytes(buffer.nbytes, self.world_size)
         return self._meet(buffer, torch.stack)
 
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        self.bytes += gather_bytes(buffer.nbytes // self.world_size, self.world_size)
+        return self._meet(buffer, lambda slots: torch.stack([slot[self.rank] for slot in slots]))
+
     def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
         self.bytes += ring_bytes(buffer.nbytes, self.world_size)
         return buffer.copy_(self._meet(buffer / self.world_size, _sum))

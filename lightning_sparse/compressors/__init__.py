@@ -2,5 +2,6 @@
 
 from lightning_sparse.compressors.sampled_top_k import SampledTopK
 from lightning_sparse.compressors.top_k import TopK
+from lightning_sparse.compressors.weight_blocks import WeightBlocks
 
-__all__ = ["SampledTopK", "TopK"]
+__all__ = ["SampledTopK", "TopK", "WeightBlocks"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lightning_sparse.compressors.sample import check_scope, entries, sampled_threshold
 from lightning_sparse.protocols import Accumulator
@@ -31,6 +32,7 @@ class SampledTopK:
     """
 
     sample: float = 0.01
+    agreed: ClassVar[bool] = False
     scope: str = "model"
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class TopK:
         10
     """
 
+    agreed: ClassVar[bool] = False
     scope: str = "model"
 
     def __post_init__(self) -> None:

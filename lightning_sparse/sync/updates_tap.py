@@ -238,6 +238,8 @@ class UpdatesTap:
                 for targets in (anchors, weights):
                     scatter_add_(targets, part.values, part.indices, alpha=eta * outcome.mean.scale)
             scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
+            if (rejected := outcome.mean.rejected) is not None:
+                scatter_add_(weights, rejected.values, rejected.indices)
         names = [*([] if outcome.mean is not None else sparse), *dense]
         views, anchors = group.views(names), group.anchor.of(names)
         sizes = [view.numel() for view in views]

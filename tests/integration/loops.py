@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.bench.simulate import GradientBucket
-from lightning_sparse.codecs import Raw
-from lightning_sparse.communicators import AllGather
-from lightning_sparse.compressors import SampledTopK, TopK
+from lightning_sparse.codecs import Quantized, Raw
+from lightning_sparse.communicators import AllGather, CompressedAllReduce
+from lightning_sparse.compressors import SampledTopK, TopK, WeightBlocks
 from lightning_sparse.memory import MomentumResidual
 from lightning_sparse.protocols import Compressor, Transport
 from lightning_sparse.reducer import Reducer
@@ -41,7 +41,9 @@ def loss(net: nn.Module, rank: int, step: int) -> Tensor:
 
 def make_reducer(transport: Transport, compressor: Compressor, density: float) -> Reducer:
     schedule = piecewise({0: 1.0, 2: density}) if density < 0.05 else constant(density)
-    return Reducer(compressor, Raw(), AllGather(), transport, schedule, torch.device("cpu"))
+    codec = Quantized(4) if compressor.agreed else Raw()
+    communicator = CompressedAllReduce() if compressor.agreed else AllGather()
+    return Reducer(compressor, codec, communicator, transport, schedule, torch.device("cpu"))
 
 
 def finished(net: nn.Module, reducer: Reducer, transport: Transport) -> Result:
@@ -87,6 +89,8 @@ LOOPS: dict[str, Callable[[Transport], Result]] = {
     "updates": lambda transport: updates(transport, Updates(), TopK(), 0.1),
     "updates layer": lambda transport: updates(transport, Updates(every=2, overlap=False), TopK(scope="layer"), 0.1),
     "updates sampled": lambda transport: updates(transport, Updates(anchor_step=1.0), SampledTopK(), 0.02),
+    "updates blocks": lambda transport: updates(transport, Updates(), WeightBlocks(), 0.2),
+    "gradients blocks": lambda transport: gradients(transport, WeightBlocks(), 0.2),
     "gradients": lambda transport: gradients(transport, TopK(), 0.1),
     "gradients sampled": lambda transport: gradients(transport, SampledTopK(), 0.02),
 }

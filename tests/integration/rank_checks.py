@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.codecs import Raw
+from lightning_sparse.codecs import Quantized, Raw
 from lightning_sparse.communicators import ProcessGroup
-from lightning_sparse.compressors import SampledTopK, TopK
+from lightning_sparse.compressors import SampledTopK, TopK, WeightBlocks
 from lightning_sparse.job import Job, Outcome
 from lightning_sparse.memory import Residual
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, piecewise
+from lightning_sparse.sections import encode_sections
 from lightning_sparse.vector import SparseVector
 from tests.integration.loops import LOOPS
 from tests.laws import CODECS, COMMUNICATORS
@@ -28,8 +29,10 @@ def normal(seed: int, numel: int = NUMEL) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def payload(rank: int, count: int = 100) -> SparseVector:
-    """Some entries of a vector, of this rank's own choice, with padding at the end."""
+def payload(rank: int, agreed: bool, count: int = 100) -> SparseVector:
+    """Some entries of a vector, of this rank's own choice with padding at the end, or a block."""
+    if agreed:
+        return SparseVector(normal(rank, count), torch.arange(40, 40 + count, dtype=torch.int32), NUMEL)
     generator = torch.Generator().manual_seed(rank)
     indices = torch.randperm(NUMEL, generator=generator)[: count - 3].sort().values
     pad = torch.zeros(3)
@@ -49,15 +52,21 @@ def communicators(transport: ProcessGroup) -> dict[str, Any]:
     for name, row in COMMUNICATORS.items():
         for codec_name, codec_row in CODECS.items():
             communicator, codec = row.build(), codec_row.build()
-            sent = payload(transport.rank)
-            wire = codec.encode(sent)
+            agreed = row.agreed or codec_row.agreed
+            assert (communicator.agreed, codec.agreed) == (row.agreed, codec_row.agreed)
+            sections = communicator.sections(world)
+            seen, wire = encode_sections(payload(transport.rank, agreed), sections, codec)
             before = transport.bytes
-            mean = communicator.mean(codec.decode(wire, NUMEL, sent.capacity), wire, codec, transport)
+            mean = communicator.mean(seen, wire, codec, transport)
             assert transport.bytes - before == communicator.nbytes(wire.numel(), world), name
             got = add(mean.parts, mean.scale)
-            decoded = [codec.decode(codec.encode(payload(r)), NUMEL, sent.capacity).dense() for r in range(world)]
-            torch.testing.assert_close(got, torch.stack(decoded).double().mean(0).float(), rtol=1e-6, atol=1e-7)
-            assert mean.rejected is None
+            decoded = [encode_sections(payload(r, agreed), sections, codec)[0].dense() for r in range(world)]
+            # what is not in the mean is back with the rank that it came from, or that averaged it
+            back = torch.zeros(NUMEL) if mean.rejected is None else mean.rejected.dense()
+            dist.all_reduce(back)
+            expected = torch.stack(decoded).double().sum(0) - back.double()
+            torch.testing.assert_close(got.double() * world, expected, rtol=1e-6, atol=1e-6)
+            assert (back / world).norm() <= torch.stack(decoded).mean(0).norm()
             out[f"{name} {codec_name}"] = got
     return out
 
@@ -77,15 +86,18 @@ class Recorder:
 def make(transport: ProcessGroup, density: Any = 0.02, compressor: Any = None) -> Recorder:
     schedule = density if callable(density) else constant(density)
     device = torch.device("cpu")
-    communicator = COMMUNICATORS["AllGather"].build()
-    reducer = Reducer(compressor or TopK(), Raw(), communicator, transport, schedule, device)
+    compressor = compressor or TopK()
+    communicator = COMMUNICATORS["CompressedAllReduce" if compressor.agreed else "AllGather"].build()
+    codec = Quantized(4) if compressor.agreed else Raw()
+    reducer = Reducer(compressor, codec, communicator, transport, schedule, device)
     return Recorder(reducer, Residual())
 
 
 def reducer_telescopes(transport: ProcessGroup) -> dict[str, Any]:
     """Mean of what came in = what came back + mean of what is kept; density 1 at first, then sparse."""
     out = {}
-    for name, compressor in {"model": TopK(), "layer": TopK(scope="layer"), "sampled": SampledTopK()}.items():
+    compressors = {"model": TopK(), "layer": TopK(scope="layer"), "sampled": SampledTopK(), "blocks": WeightBlocks()}
+    for name, compressor in compressors.items():
         tap = make(transport, piecewise({0: 1.0, 2: 0.02}), compressor)
         came, back, tail = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double(), torch.zeros(9).double()
         for step in range(12):
