@@ -16,7 +16,7 @@ from lightning_sparse.protocols import Accumulator
 from lightning_sparse.vector import SparseVector
 
 
-class _Buffers(dict[str, Tensor]):
+class Buffers(dict[str, Tensor]):
     """Parameter name -> flat float32 buffer, made of zeros when first asked for."""
 
     def of(self, names: Sequence[str], like: Sequence[Tensor]) -> list[Tensor]:
@@ -53,10 +53,11 @@ class Residual:
 
     Example:
         >>> Residual().state_dict()
-        {'residual': {}}
+        {'residual': {}, 'lost': {}}
     """
 
-    _residual: _Buffers = field(init=False, repr=False, default_factory=_Buffers)
+    _residual: Buffers = field(init=False, repr=False, default_factory=Buffers)
+    _lost: Buffers = field(init=False, repr=False, default_factory=Buffers)
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """Nothing depends on the whole."""
@@ -77,6 +78,9 @@ class Residual:
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         scatter_add_([self._residual[name] for name in names], entries.values, entries.indices)
 
+    def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._lost.of(names, inputs)
+
     def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         return [self._residual.take(names)]
 
@@ -87,10 +91,11 @@ class Residual:
         return self._residual.norm()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        return {"residual": dict(self._residual)}
+        return {"residual": dict(self._residual), "lost": dict(self._lost)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._residual.load(state["residual"])
+        self._lost.load(state["lost"])
 
 
 @dataclass
@@ -115,7 +120,7 @@ class MomentumResidual(Residual):
 
     momentum: float = 0.9
     clip: float | None = None
-    _velocity: _Buffers = field(init=False, repr=False, default_factory=_Buffers)
+    _velocity: Buffers = field(init=False, repr=False, default_factory=Buffers)
     _masked: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(init=False, repr=False, default_factory=dict)
     _scale: float = field(init=False, repr=False, default=1.0)
 
@@ -198,6 +203,9 @@ class NoMemory:
 
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         """Nothing to return to."""
+
+    def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for x in inputs]
 
     def hold(self, names: Sequence[str]) -> None:
         """Nothing to set aside."""

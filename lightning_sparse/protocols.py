@@ -58,6 +58,12 @@ class Memory(Protocol):
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         """Entries that nobody accepted return to this rank's memory."""
 
+    def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What averaging has rounded away here, for the communicator to keep: [numel of the piece] float32 each.
+
+        Unlike everything else it is a part of the mean, not of this rank's own entries. Made of zeros at first.
+        """
+
     def hold(self, names: Sequence[str]) -> Any:
         """Set what is kept for these names aside, so that nothing of it leaves in this step."""
 
@@ -137,6 +143,10 @@ class Transport(Protocol):
         """Rank 0's buffer, in place."""
 
 
+Lost = Callable[[], list[Tensor]]
+"""Gives ``Memory.lost`` for the vector that is averaged; nothing is allocated unless a communicator asks."""
+
+
 @dataclass(frozen=True)
 class Mean:
     """The mean over ranks as ``scale * (parts[0] + parts[1] + ...)``, to be added in this order on every rank."""
@@ -160,7 +170,7 @@ class Communicator(Protocol):
     def sections(self, world_size: int) -> int:
         """Parts of equal capacity that a payload is cut into; each is encoded on its own."""
 
-    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport) -> Mean:
+    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport, lost: Lost) -> Mean:
         """Average one payload of every rank. Every rank calls it, in the same order; same bits on every rank.
 
         Args:
@@ -168,6 +178,7 @@ class Communicator(Protocol):
             wire: its sections: [s, b] uint8.
             codec: that encoded them.
             transport: to the other ranks.
+            lost: gives the memory's buffers for what averaging rounds away.
         """
 
     def nbytes(self, payload: int, world_size: int) -> int:

@@ -29,7 +29,8 @@ class Reducer:
     Args:
         compressor, codec, communicator: the algorithm.
         transport: moves the bytes; nobody else uses it while a job is in flight.
-        density: schedule of the fraction sent, in (0, 1]; 1 is a plain dense all-reduce.
+        density: schedule of the fraction sent, in (0, 1]; 1 is a plain dense all-reduce, or all of it in the codec's
+            few bits if it carries blocks.
         seed: of the counter-based draws.
         device: where the vectors live.
     """
@@ -81,7 +82,7 @@ class Reducer:
         sent = wire = None
         whole: list[Tensor] = []
         accumulator = job.memory.accumulate(job.names, job.inputs)
-        if job.names and density < 1:
+        if job.names and self._is_picked(density):
             sent = self._compress(accumulator, job, density)
             self._count("select", start)
             start = time.perf_counter()
@@ -101,7 +102,10 @@ class Reducer:
         start, decoding = time.perf_counter(), self._codec.seconds
         mean = None
         if picked.sent is not None and picked.wire is not None:
-            mean = self.communicator.mean(picked.sent, picked.wire, self._codec, self.transport)
+            job = picked.job
+            mean = self.communicator.mean(
+                picked.sent, picked.wire, self._codec, self.transport, lambda: job.memory.lost(job.names, job.inputs)
+            )
             if mean.rejected is not None and picked.finite:
                 picked.job.memory.give_back(picked.job.names, mean.rejected)
         tail = picked.tail.clone()
@@ -138,6 +142,10 @@ class Reducer:
             raise ValueError(f"Reducer: density must be in (0, 1], got {density} from the schedule at step {step}")
         return density
 
+    def _is_picked(self, density: float) -> bool:
+        """Whether compressor and codec have a say; at density 1 only a codec that rounds whole blocks has one."""
+        return density < 1 or self._codec.agreed
+
     def _compress(self, accumulator: Accumulator, job: Job, density: float) -> SparseVector:
         by_layer = self.compressor.scope == "layer"
         groups = accumulator.split() if by_layer else [accumulator]
@@ -150,8 +158,9 @@ class Reducer:
     def _refuse(self, job: Job, density: float) -> Picked:
         """A payload of the usual size that says NaN: every rank learns of it in the same exchange, no memory does."""
         sent = wire = None
-        whole = [x for x in job.inputs if density == 1]
-        if job.names and density < 1:
+        is_picked = self._is_picked(density)
+        whole = [] if is_picked else list(job.inputs)
+        if job.names and is_picked:
             sizes = [x.numel() for x in job.inputs]
             sizes = sizes if self.compressor.scope == "layer" else [sum(sizes)]
             capacity = sum(self.compressor.capacity(size, density) for size in sizes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.communicators.volume import gather_bytes
-from lightning_sparse.protocols import Codec, Mean, Transport
+from lightning_sparse.protocols import Codec, Lost, Mean, Transport
 from lightning_sparse.vector import SparseVector
 
 
@@ -32,7 +32,7 @@ class AllGather:
     def sections(self, world_size: int) -> int:
         return 1
 
-    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport) -> Mean:
+    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport, lost: Lost) -> Mean:
         wires = transport.all_gather(wire[0])  # [w, b] uint8
         parts = [codec.decode(row, sent.numel, sent.capacity) for row in wires.unbind()]
         # one host read for all ranks

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.communicators.volume import gather_bytes
-from lightning_sparse.protocols import Codec, Mean, Transport
+from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.memory import gather
+from lightning_sparse.protocols import Codec, Lost, Mean, Transport
 from lightning_sparse.vector import SparseVector
 
 
@@ -18,12 +20,12 @@ class CompressedAllReduce:
     """An all-to-all and an all-gather of encoded sections: bytes do not grow with the number of ranks.
 
     Payloads are cut into one section a rank. Rank r decodes section r of every rank, sums in rank order, encodes the
-    mean again and sends it to all; what this second encoding loses, it takes back into its own memory. Needs entries
-    that are the same on every rank (``WeightBlocks``). Sent + received per rank: ``4 (w - 1) s`` bytes, ``s`` of a
-    section. If any rank's entries are not finite, every rank gets its own entries back.
+    mean again and sends it to all; what this second encoding rounds away joins the next mean of the same entries (one
+    more float32 buffer, in the memory). Needs entries that are the same on every rank (``WeightBlocks``). Sent +
+    received per rank: ``4 (w - 1) s`` bytes, ``s`` of a section. If any rank's entries are not finite, every rank gets
+    its own entries back.
 
-    Source: Tang et al., "1-bit Adam", https://arxiv.org/abs/2102.02888, section 6.1 (compressed allreduce; there the
-    error of the second encoding is kept beside, here it returns to the memory).
+    Source: Tang et al., "1-bit Adam", https://arxiv.org/abs/2102.02888, section 6.1 (compressed allreduce).
 
     Example:
         >>> CompressedAllReduce().nbytes(payload=80, world_size=4)
@@ -35,7 +37,7 @@ class CompressedAllReduce:
     def sections(self, world_size: int) -> int:
         return world_size
 
-    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport) -> Mean:
+    def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport, lost: Lost) -> Mean:
         world, capacity = transport.world_size, sent.capacity // transport.world_size
         rows = [codec.decode(row, sent.numel, capacity) for row in transport.all_to_all(wire).unbind()]
         total = rows[0].values.clone()
@@ -44,18 +46,26 @@ class CompressedAllReduce:
         # NaN first: a rank that has some cannot say where its block is
         if not total.is_cuda and bool(total.isfinite().all()):
             _check_agreed(rows)
-        own = SparseVector(total / world, rows[0].indices, sent.numel)
-        reply = codec.encode(own)
+        indices = rows[0].indices
+        # what was rounded away when these entries were here last
+        buffers = lost()
+        owed = torch.where(_is_entry(indices), gather(buffers, indices), 0.0)
+        reply = codec.encode(SparseVector(total / world + owed, indices, sent.numel))
         parts = [codec.decode(row, sent.numel, capacity) for row in transport.all_gather(reply).unbind()]
         finite = bool(torch.stack([part.values.isfinite().all() for part in parts]).all())
         if not finite:
             return Mean(parts, 1.0, rejected=sent, finite=False)
-        lost = (own.values - parts[transport.rank].values) * world
-        return Mean(parts, 1.0, rejected=SparseVector(lost, own.indices, sent.numel))
+        scatter_add_(buffers, total / world - parts[transport.rank].values, indices)
+        return Mean(parts, 1.0)
 
     def nbytes(self, payload: int, world_size: int) -> int:
         section = payload // world_size
         return gather_bytes(section, world_size) * 2
+
+
+def _is_entry(indices: Tensor) -> Tensor:
+    """Not padding, which has index 0 behind the first place: [k] bool."""
+    return (indices > 0) | (torch.arange(indices.numel(), device=indices.device) == 0)
 
 
 def _check_agreed(rows: list[SparseVector]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.accumulator import Difference
+from lightning_sparse.memory import Buffers
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.vector import SparseVector
 
@@ -20,6 +21,7 @@ class Anchor:
 
     def __init__(self) -> None:
         self.flat: dict[str, Tensor] = {}
+        self._lost = Buffers()
 
     def add(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """Anchor these weights where they are. Ranks must agree on them."""
@@ -48,6 +50,9 @@ class Anchor:
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         """Nothing has left the weights yet."""
 
+    def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return self._lost.of(names, inputs)
+
     def hold(self, names: Sequence[str]) -> None:
         """Nothing to set aside: every weight takes part."""
 
@@ -59,7 +64,8 @@ class Anchor:
         return 0.0
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        return {"anchor": dict(self.flat)}
+        return {"anchor": dict(self.flat), "lost": dict(self._lost)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.flat = {name: buffer.float().clone() for name, buffer in state["anchor"].items()}
+        self._lost.load(state["lost"])

@@ -35,5 +35,5 @@ def check_dense_below(owner: str, dense_below: object) -> None:
 
 
 def is_small(tensor: Tensor, dense_below: int) -> bool:
-    """Whether a parameter of this shape is averaged densely: vectors, scalars and small matrices."""
-    return tensor.ndim < 2 or tensor.numel() < max(1, dense_below)
+    """Whether a parameter of this shape is averaged densely: vectors, scalars and small matrices; none below 1."""
+    return dense_below > 0 and (tensor.ndim < 2 or tensor.numel() < dense_below)

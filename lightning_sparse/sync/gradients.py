@@ -24,7 +24,7 @@ class Gradients:
     Every rank applies the same mean gradient, so the weights are bit-equal on all ranks at all times.
 
     Args:
-        dense_below: parameters of fewer elements, and all vectors, are averaged densely.
+        dense_below: parameters of fewer elements, and all vectors, are averaged densely; 0: none are.
 
     Example:
         >>> Gradients().name

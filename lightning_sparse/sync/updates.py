@@ -25,7 +25,7 @@ class Updates:
         anchor_step: eta, a positive number or a schedule of the exchange's count; None takes sqrt(world_size) for
             adaptive optimizers and 1 for plain or momentum SGD.
         overlap: let an exchange run during the next step, and merge it after that step.
-        dense_below: parameters of fewer elements, and all vectors, are averaged densely.
+        dense_below: parameters of fewer elements, and all vectors, are averaged densely; 0: none are.
 
     Example:
         >>> Updates(every=4).every
