@@ -9,6 +9,7 @@ from pytorch_lightning.strategies import Strategy, StrategyRegistry
 import lightning_sparse  # noqa: F401  registers its strategies
 
 SPARSE = "sparse_ddp"
+COMPRESSORS = ("blocks", "topk", "sampled")
 
 
 def make_parser(description: str, *, max_steps: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
@@ -18,11 +19,15 @@ def make_parser(description: str, *, max_steps: int, batch_size: int, lr: float)
     parser.add_argument("--compare", metavar="STRATEGY", help="train again with this strategy, same seed and data")
     parser.add_argument("--exchange", choices=["auto", "gradients", "updates"], default="auto", help="what ranks send")
     parser.add_argument("--memory", choices=["residual", "momentum"], default="residual", help="for gradients only")
-    parser.add_argument("--density", type=float, default=0.01, help="fraction of entries sent, in (0, 1]")
-    parser.add_argument("--compressor", choices=["topk", "sampled"], default="topk", help="exact, or from a sample")
-    parser.add_argument("--scope", choices=["model", "bucket", "layer"], default="model", help="of one selection")
-    parser.add_argument("--values", choices=["fp32", "bf16", "fp16"], default="bf16", help="type on the wire")
+    parser.add_argument(
+        "--density", type=float, help="fraction of entries sent, in (0, 1]; unset: the strategy's default"
+    )
+    parser.add_argument("--compressor", choices=["auto", *COMPRESSORS], default="auto", help="which entries are sent")
+    parser.add_argument("--scope", choices=["model", "bucket", "layer"], default="model", help="of topk and sampled")
+    parser.add_argument("--values", choices=["fp32", "bf16", "fp16"], help="on the wire, with topk and sampled")
+    parser.add_argument("--bits", type=int, choices=[1, 2, 4, 8], help="on the wire, with blocks")
     parser.add_argument("--anchor-step", type=float, help="for updates only; unset: the strategy's default")
+    parser.add_argument("--lr-scale", type=float, help="for updates only; unset: the strategy's default")
     parser.add_argument("--every", type=int, help="steps between exchanges, for updates only")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="for updates only")
     parser.add_argument("--accelerator", default="auto")
@@ -44,7 +49,9 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.memory == "momentum" and options.exchange != "gradients":
         parser.error("--memory momentum needs --exchange gradients")
     if options.exchange == "gradients" and updates_arguments(options):
-        parser.error("--every, --anchor-step and --overlap do not go with --exchange gradients")
+        parser.error("--every, --anchor-step, --lr-scale and --overlap do not go with --exchange gradients")
+    if options.values and options.bits:
+        parser.error("--values goes with --compressor topk or sampled, --bits with blocks: give one of them")
     for name in (options.strategy, options.compare):
         if name is None:
             continue
@@ -65,7 +72,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def updates_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Updates` that were given on the command line."""
-    given = {"every": options.every, "anchor_step": options.anchor_step, "overlap": options.overlap}
+    names = ("every", "anchor_step", "lr_scale", "overlap")
+    given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -73,7 +81,17 @@ def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
     """Returns what `Trainer(strategy=...)` takes: the name, or our strategy with the options of the command line."""
     if not name.startswith(SPARSE):
         return name
-    from lightning_sparse import Gradients, MomentumResidual, Raw, SampledTopK, SparseDDPStrategy, TopK, Updates
+    from lightning_sparse import (
+        Gradients,
+        MomentumResidual,
+        Quantized,
+        Raw,
+        SampledTopK,
+        SparseDDPStrategy,
+        TopK,
+        Updates,
+        WeightBlocks,
+    )
 
     exchange: str | Gradients | Updates = "auto"
     if options.exchange == "gradients":
@@ -81,12 +99,18 @@ def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
     elif options.exchange == "updates" or updates_arguments(options):
         exchange = Updates(**updates_arguments(options))
     memory = MomentumResidual(0.9) if options.memory == "momentum" else None
-    compressor = TopK(options.scope) if options.compressor == "topk" else SampledTopK(scope=options.scope)
+    compressors = {
+        "auto": None,
+        "blocks": WeightBlocks(),
+        "topk": TopK(options.scope),
+        "sampled": SampledTopK(scope=options.scope),
+    }
+    codec = Quantized(options.bits) if options.bits else Raw(options.values) if options.values else None
     return SparseDDPStrategy(
         density=options.density,
         exchange=exchange,
-        compressor=compressor,
+        compressor=compressors[options.compressor],
         memory=memory,
-        codec=Raw(options.values),
+        codec=codec,
         **StrategyRegistry[name]["init_params"],
     )

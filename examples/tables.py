@@ -51,7 +51,21 @@ BOARDS = {
         "--max-steps 300 --strategy sparse_ddp",
         1,
         (
-            Case("default: exact `TopK` over the model, bf16 values, overlap, `anchor_step` sqrt(2)", ""),
+            Case("default: `WeightBlocks`, density 0.3, 1 bit, overlap, `lr_scale` sqrt(2)", ""),
+            Case("`Updates(overlap=False)`", "--no-overlap"),
+            Case("`Updates(lr_scale=1)`", "--lr-scale 1"),
+            Case("`Quantized(2)`", "--bits 2"),
+            Case("`density=1`, `Quantized(1)`", "--density 1 --bits 1"),
+            Case("`Updates(every=4)`", "--every 4"),
+        ),
+    ),
+    "topk": Board(
+        "Language model, AdamW, 300 steps: entries picked by each rank",
+        "train_lm.py",
+        "--max-steps 300 --strategy sparse_ddp --compressor topk",
+        1,
+        (
+            Case("`TopK()`: exact, over the model, density 0.01, bf16 values, overlap, `anchor_step` sqrt(2)", ""),
             Case("`Updates(overlap=False)`", "--no-overlap"),
             Case("`Updates(anchor_step=1)`", "--anchor-step 1"),
             Case('`TopK(scope="layer")`', "--scope layer"),

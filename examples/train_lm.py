@@ -92,11 +92,13 @@ def make_loaders(batch_size: int, max_steps: int, seed: int, world_size: int) ->
     return DataLoader(train, batch_size), DataLoader(val, VALIDATION_BATCH)
 
 
-def problem(seed: int, lr: float, max_steps: int, world_size: int) -> dict[str, Any]:
+def problem(
+    seed: int, lr: float, max_steps: int, world_size: int, model_size: str = "small", batch_size: int = 16
+) -> dict[str, Any]:
     """What `python -m lightning_sparse bench convergence` trains: the same model and data, on virtual ranks."""
     pl.seed_everything(seed, verbose=False)
-    train, val = make_loaders(16, max_steps, seed, world_size)
-    return {"module": GPT("small", lr, "cosine", max_steps), "train": train, "val": val, "clip": 1.0}
+    train, val = make_loaders(batch_size, max_steps, seed, world_size)
+    return {"module": GPT(model_size, lr, "cosine", max_steps), "train": train, "val": val, "clip": 1.0}
 
 
 if __name__ == "__main__":

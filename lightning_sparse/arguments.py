@@ -30,7 +30,7 @@ def is_linear(optimizer: Optimizer) -> bool:
 def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
     """Raise ValueError or TypeError unless each is what its seam takes (None stands for the default)."""
     is_fraction = isinstance(density, (int, float)) and not isinstance(density, bool) and 0 < density <= 1
-    if not callable(density) and not is_fraction:
+    if not (density is None or callable(density) or is_fraction):
         raise ValueError(f"SparseDDPStrategy: density must be in (0, 1] or a schedule, got {density!r}")
     if not (exchange == "auto" or isinstance(exchange, (Gradients, Updates))):
         raise ValueError(
@@ -46,12 +46,6 @@ def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec
     for name, value, protocol, example in seams:
         if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
             raise TypeError(f"SparseDDPStrategy: {name} must be an object such as {example}, got {value!r}")
-    for name, value in (("codec", codec), ("communicator", communicator)):
-        if value is not None and value.agreed and not (compressor is not None and compressor.agreed):
-            raise ValueError(
-                f"SparseDDPStrategy: {name}={value} needs entries that are the same on every rank, got"
-                f" compressor={compressor or 'TopK()'}: use compressor=WeightBlocks()"
-            )
 
 
 def check_memory(exchange: Any, memory: Memory | None) -> None:

@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sparse.arguments import check_ddp_options, check_parameters, check_parts, check_ranks_agree, is_linear
-from lightning_sparse.codecs import Raw
-from lightning_sparse.communicators import AllGather, ProcessGroup
-from lightning_sparse.compressors import TopK
+from lightning_sparse.communicators import ProcessGroup
+from lightning_sparse.defaults import choose_exchange, choose_parts
 from lightning_sparse.memory import Residual
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
 from lightning_sparse.reducer import Reducer
@@ -39,13 +38,14 @@ class SparseDDP(_Base):
 
     Args:
         density: fraction of the large parameters' entries that each rank sends per exchange, in (0, 1], or a schedule
-            from step to fraction. 1 is a plain dense all-reduce.
+            from step to fraction. 1 is a plain dense all-reduce, unless a codec is given that carries blocks. Default:
+            0.3 where ranks agree on the entries, 0.01 where each picks its own.
         exchange: ``"auto"`` (``Updates()``, or ``Gradients()`` if a memory is given), or one of the two with its
             options.
-        compressor: which entries; default ``TopK()``.
+        compressor: which entries; default ``WeightBlocks()`` with ``Updates``, ``TopK()`` with ``Gradients``.
         memory: what happens to the rest, for ``Gradients``; default ``Residual()``. ``Updates`` has no use for one.
-        codec: which bytes; default ``Raw()``.
-        communicator: how ranks average; default ``AllGather()``.
+        codec: which bytes; default ``Quantized(1)`` where ranks agree on the entries, ``Raw()`` otherwise.
+        communicator: how ranks average; default ``CompressedAllReduce()`` where ranks agree, ``AllGather()`` otherwise.
         seed: of the counter-based draws that sampling uses.
         **kwargs: everything ``DDPStrategy`` takes, except another communication hook or model averaging.
 
@@ -63,7 +63,7 @@ class SparseDDP(_Base):
 
     def __init__(
         self,
-        density: float | Schedule = 0.01,
+        density: float | Schedule | None = None,
         exchange: str | Gradients | Updates = "auto",
         compressor: Compressor | None = None,
         memory: Memory | None = None,
@@ -76,12 +76,9 @@ class SparseDDP(_Base):
         known = [name for name in inspect.signature(super().__init__).parameters if name != "kwargs"]
         check_ddp_options(kwargs, known)
         super().__init__(**kwargs)
-        self._density = density
-        self._exchange = exchange
-        self._compressor = compressor if compressor is not None else TopK()
+        self._exchange = choose_exchange(exchange, memory)
         self._memory = memory
-        self._codec = codec if codec is not None else Raw()
-        self._communicator = communicator if communicator is not None else AllGather()
+        self._parts = choose_parts(self._exchange, density, compressor, codec, communicator)
         self._seed = seed
         self.tap: GradientsTap | UpdatesTap | None = None
         self.reducer: Reducer | None = None
@@ -207,25 +204,16 @@ class SparseDDP(_Base):
 
     def _connect(self, trainer: Any) -> None:
         optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
-        config = self._choose()
+        config, parts = self._exchange, self._parts
         if self.world_size == 1:
             log.info("sparse_ddp: one rank, nothing to exchange")
             super().configure_ddp()
             return
-        density = "a schedule" if callable(self._density) else self._density
-        parts = f"{config}, density {density}, {self._compressor}, {self._codec}, {self._communicator}"
-        check_ranks_agree(f"{parts}, seed {self._seed}", self._module)
+        check_ranks_agree(f"{config}, {parts}, seed {self._seed}", self._module)
         self._transport = ProcessGroup(self._timeout, self._process_group_backend)
-        schedule = self._density if callable(self._density) else constant(float(self._density))
-        self.reducer = Reducer(
-            self._compressor,
-            self._codec,
-            self._communicator,
-            self._transport,
-            schedule,
-            self.root_device,
-            self._seed,
-        )
+        schedule = parts.density if callable(parts.density) else constant(float(parts.density))
+        algorithm = (parts.compressor, parts.codec, parts.communicator)
+        self.reducer = Reducer(*algorithm, self._transport, schedule, self.root_device, self._seed)
         if isinstance(config, Gradients):
             # a copy: every fit starts with an empty memory
             memory = copy.deepcopy(self._memory) if self._memory is not None else Residual()
@@ -239,17 +227,11 @@ class SparseDDP(_Base):
             self._callbacks.insert(0, self._first)
         self._steps = Steps(self.tap, optimizers)
         if self.is_global_zero:
-            log.info(f"sparse_ddp: {self.world_size} ranks, {parts}")
+            log.info(f"sparse_ddp: {self.world_size} ranks, {config}, {parts}")
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)
         return float(scaler.get_scale()) if scaler is not None else 1.0
-
-    def _choose(self) -> Gradients | Updates:
-        if not isinstance(self._exchange, str):
-            return self._exchange
-        # a memory is of use with gradients only
-        return Gradients() if self._memory is not None else Updates()
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers a hook on CUDA only, silently

@@ -146,7 +146,7 @@ def test_last_step_is_validated(load: Any, steps: int, interval: int) -> None:
     [
         (["--memory", "momentum"], "--memory momentum needs --exchange gradients"),
         (["--strategy", "sparse_ddp_spawn"], "expected a strategy whose ranks return to this script"),
-        (["--no-overlap", "--exchange", "gradients"], "--every, --anchor-step and --overlap do not go with"),
+        (["--no-overlap", "--exchange", "gradients"], "--every, --anchor-step, --lr-scale and --overlap do not"),
         (["--compare", "foo"], "expected a registered strategy"),
         (["--max-steps", "0"], "--max-steps must be at least 1, got 0"),
     ],

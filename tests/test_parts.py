@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from lightning_sparse.codecs import Quantized, Raw
+from lightning_sparse.communicators import AllGather, CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
-from lightning_sparse.compressors import TopK
+from lightning_sparse.compressors import TopK, WeightBlocks
 from lightning_sparse.memory import MomentumResidual, Residual, gather
+from lightning_sparse.protocols import Transport
 from lightning_sparse.random import Draw
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, exponential_warmup, piecewise
+from lightning_sparse.sync import Updates
 from lightning_sparse.sync.flat import flat_view, is_small
+from lightning_sparse.sync.updates_tap import UpdatesTap
 from lightning_sparse.vector import SparseVector, concatenate
 
 ROOT = Path(__file__).parents[1]
@@ -130,3 +137,43 @@ def test_ring_bytes() -> None:
     """Each of 4 ranks sends and receives 2 * 3/4 of the buffer."""
     assert ring_bytes(1000, 4) == 3000
     assert ring_bytes(1000, 1) == 0
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_learning_rates_are_scaled_inside_a_step_only(lr: float | Tensor) -> None:
+    """sqrt(world_size) for an adaptive optimizer over agreed entries; also where the step fails."""
+
+    def task(transport: Transport) -> list[float]:
+        module, seen = nn.Linear(8, 8), []
+        optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0)
+        reducer = Reducer(
+            WeightBlocks(), Quantized(1), CompressedAllReduce(), transport, constant(0.5), torch.device("cpu")
+        )
+        tap = UpdatesTap(Updates(overlap=False), reducer, module, [optimizer], lambda _: False)
+        module(torch.ones(1, 8)).sum().backward()
+        tap.before_step(optimizer)
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        tap.after_step(optimizer)
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        tap.before_step(optimizer)
+        # the step raised: a checkpoint of what is left is asked for
+        with tap.shared(together=False):
+            seen.append(float(optimizer.param_groups[0]["lr"]))
+        reducer.close()
+        return seen
+
+    for seen in VirtualRanks(4).run(task):
+        assert seen == pytest.approx([0.2, 0.1, 0.1])
+
+
+def test_optimizers_without_a_learning_rate_are_refused() -> None:
+    def task(transport: Transport) -> None:
+        module = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer.param_groups[0]["lr"] = None
+        reducer = Reducer(WeightBlocks(), Raw(), AllGather(), transport, constant(0.5), torch.device("cpu"))
+        UpdatesTap(Updates(), reducer, module, [optimizer], lambda _: False).before_step(optimizer)
+
+    with pytest.raises(ValueError, match=r"expected a learning rate in every group of AdamW.*lr_scale=1"):
+        VirtualRanks(2).run(task)

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 import lightning_sparse as ls
 import lightning_sparse.lightning as ls_lightning
 from lightning_sparse.arguments import is_linear
+from lightning_sparse.defaults import Parts, choose_exchange, choose_parts
 
 NAMES = [
     f"sparse_ddp{start}{unused}"
@@ -62,10 +63,12 @@ def test_import_is_light() -> None:
 
 PUBLIC = [
     "AllGather",
+    "CompressedAllReduce",
     "DensityMonitor",
     "Gradients",
     "MomentumResidual",
     "NoMemory",
+    "Quantized",
     "Raw",
     "Residual",
     "SampledTopK",
@@ -74,6 +77,7 @@ PUBLIC = [
     "TopK",
     "Updates",
     "VirtualRanks",
+    "WeightBlocks",
     "__version__",
     "constant",
     "exponential_warmup",
@@ -201,8 +205,28 @@ def test_a_module_without_trainable_parameters_raises() -> None:
 def test_a_memory_has_no_place_with_updates() -> None:
     with pytest.raises(ValueError, match="expected no memory with Updates"):
         ls.SparseDDPStrategy(memory=ls.Residual(), exchange=ls.Updates())
-    assert ls.SparseDDPStrategy()._choose() == ls.Updates()
-    assert ls.SparseDDPStrategy(memory=ls.Residual())._choose() == ls.Gradients()
+
+
+def test_defaults_follow_from_what_is_given() -> None:
+    own, memory = choose_exchange("auto", None), choose_exchange("auto", ls.Residual())
+    assert (own, memory) == (ls.Updates(), ls.Gradients())
+    blocks = Parts(0.3, ls.WeightBlocks(), ls.Quantized(1), ls.CompressedAllReduce())
+    picked = Parts(0.01, ls.TopK(), ls.Raw(), ls.AllGather())
+    assert choose_parts(own, None, None, None, None) == blocks
+    assert choose_parts(memory, None, None, None, None) == picked
+    assert choose_parts(own, None, ls.TopK(), None, None) == picked
+    assert choose_parts(memory, 1.0, None, ls.Quantized(4), None) == Parts(
+        1.0, ls.WeightBlocks(), ls.Quantized(4), ls.CompressedAllReduce()
+    )
+    # density 1 is a dense all-reduce
+    assert choose_parts(own, 1.0, None, None, None).codec == ls.Raw()
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Quantized.* needs entries that are the same on every rank, got TopK"):
+        ls.SparseDDPStrategy(compressor=ls.TopK(), codec=ls.Quantized())
+    with pytest.raises(ValueError, match=r"CompressedAllReduce\(\) needs entries.*use compressor=WeightBlocks"):
+        ls.SparseDDPStrategy(compressor=ls.SampledTopK(), communicator=ls.CompressedAllReduce())
 
 
 @pytest.mark.usefixtures("_group")
@@ -239,4 +263,4 @@ def test_only_sgd_is_linear() -> None:
 
 def test_a_strategy_can_be_pickled_for_spawned_ranks() -> None:
     strategy = ls.SparseDDPStrategy(density=ls.exponential_warmup(0.01, 100), exchange=ls.Updates(every=2))
-    assert pickle.loads(pickle.dumps(strategy))._density(0) == 0.25
+    assert pickle.loads(pickle.dumps(strategy))._parts.density(0) == 0.25

@@ -34,6 +34,7 @@ def add_parser(names: Any) -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3], help="dense is judged by its best one")
     parser.add_argument("--steps", type=int, nargs="+", default=[300])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="more arguments of `problem`")
     parser.add_argument("--points", type=int, default=10, help="validations in a run")
     parser.add_argument("--cache", type=Path, default=Path("out/convergence"), help="finished runs")
     parser.add_argument("--quick", action="store_true", help="20 steps, 2 validations")
@@ -87,13 +88,16 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _cached(case: Case, options: argparse.Namespace, make: Any, progress: Progress) -> Case:
-    key = {"example": options.example.name, "points": options.points, **case}
+    arguments = _arguments(options.set)
+    key = {"example": options.example.name, **arguments, "points": options.points, **case}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = options.cache / f"{name}.json"
     if path.exists():
         return json.loads(path.read_text())
     bar = progress.add_task(f"{case['recipe']}, {case['world_size']} ranks, seed {case['seed']}", total=case["steps"])
-    problem = Problem(**make(seed=case["seed"], lr=case["lr"], max_steps=case["steps"], world_size=case["world_size"]))
+    problem = Problem(
+        **make(seed=case["seed"], lr=case["lr"], max_steps=case["steps"], world_size=case["world_size"], **arguments)
+    )
     curve = simulate(
         problem,
         RECIPES[case["recipe"]],
@@ -110,6 +114,20 @@ def _cached(case: Case, options: argparse.Namespace, make: Any, progress: Progre
     path.with_suffix(".tmp").write_text(json.dumps(result) + "\n")
     path.with_suffix(".tmp").replace(path)
     return result
+
+
+def _arguments(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE as keyword arguments; a VALUE that is a number becomes one."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SystemExit(f"bench convergence: --set expected NAME=VALUE, got {pair!r}")
+        try:
+            out[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out[name] = value
+    return out
 
 
 def _rows(results: list[Case]) -> list[kit.Row]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_sparse.codecs import Raw
-from lightning_sparse.communicators import AllGather
-from lightning_sparse.compressors import SampledTopK, TopK
+from lightning_sparse.codecs import Quantized, Raw
+from lightning_sparse.communicators import AllGather, CompressedAllReduce
+from lightning_sparse.compressors import SampledTopK, TopK, WeightBlocks
 from lightning_sparse.memory import NoMemory, Residual
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
 from lightning_sparse.sync import Gradients, Updates
@@ -37,6 +37,10 @@ class Recipe:
         return "all_reduce" if self.exchange is None else self.exchange.name
 
 
+def _blocks(exchange: Gradients | Updates, bits: int) -> Recipe:
+    return Recipe(exchange, WeightBlocks(), codec=Quantized(bits), communicator=CompressedAllReduce())
+
+
 RECIPES = {
     "dense": Recipe(None),
     "updates": Recipe(Updates()),
@@ -46,6 +50,9 @@ RECIPES = {
     "updates-every16": Recipe(Updates(every=16)),
     "updates-layer": Recipe(Updates(), TopK(scope="layer")),
     "updates-sampled": Recipe(Updates(), SampledTopK()),
+    **{f"blocks-{bits}bit": _blocks(Updates(), bits) for bits in (1, 2, 4)},
+    "blocks-1bit-serial": _blocks(Updates(overlap=False), 1),
+    "gradients-4bit": _blocks(Gradients(), 4),
     "gradients": Recipe(Gradients()),
     "gradients-layer": Recipe(Gradients(), TopK(scope="layer")),
     "gradients-forgetful": Recipe(Gradients(), memory=NoMemory),

@@ -39,12 +39,12 @@ class Quantized:
 
     Example:
         >>> Quantized(bits=4).nbytes(numel=1_000_000, capacity=80_000)
-        41266
+        40642
     """
 
     agreed: ClassVar[bool] = True
     bits: int = 4
-    group: int = 128
+    group: int = 256
 
     def __post_init__(self) -> None:
         if self.bits not in _STEPS:

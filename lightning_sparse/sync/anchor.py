@@ -28,6 +28,11 @@ class Anchor:
         for name, weight in zip(names, weights, strict=True):
             self.flat[name] = weight.to(torch.float32, copy=True)
 
+    def restart(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
+        """As ``add``, and owe nothing of before."""
+        self._lost.clear()
+        self.add(names, weights)
+
     def of(self, names: Sequence[str]) -> list[Tensor]:
         """The anchor of each name: [n] float32."""
         return [self.flat[name] for name in names]

@@ -19,13 +19,15 @@ class Group:
     Args:
         name: of the stream of exchanges.
         eta: schedule of the anchor step over exchanges.
+        lr_scale: schedule of the factor on learning rates over steps.
     """
 
-    def __init__(self, name: str, eta: Schedule) -> None:
+    def __init__(self, name: str, eta: Schedule, lr_scale: Schedule) -> None:
         self.name = name
         self.steps = 0
         self.exchanges = 0
         self.eta = eta
+        self.lr_scale = lr_scale
         self.known = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.anchor = Anchor()
@@ -43,7 +45,7 @@ class Group:
         """Anchor the weights where they are and count from the start."""
         self.steps = self.exchanges = 0
         self.flight = self.merged = None
-        self.anchor.add(list(self.parameters), self.views(self.parameters))
+        self.anchor.restart(list(self.parameters), self.views(self.parameters))
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Every weight as a flat view, and its anchor: [n] each."""

@@ -23,9 +23,13 @@ class Updates:
     Args:
         every: optimizer steps between two exchanges, at least 1.
         anchor_step: eta, a positive number or a schedule of the exchange's count; None takes sqrt(world_size) for
-            adaptive optimizers and 1 for plain or momentum SGD.
+            adaptive optimizers whose ranks pick entries of their own (``TopK``), and 1 otherwise.
+        lr_scale: factor on the optimizer's learning rate while it steps, a positive number or a schedule of the
+            optimizer's steps; None takes sqrt(world_size) for adaptive optimizers whose ranks agree on the entries
+            (``WeightBlocks``), and 1 otherwise. ``training_step`` runs inside the step and sees the scaled rate.
         overlap: let an exchange run during the next step, and merge it after that step.
-        dense_below: parameters of fewer elements, and all vectors, are averaged densely; 0: none are.
+        dense_below: parameters of fewer elements, and all vectors, are averaged densely; 0: none are. None takes 1024
+            where ranks pick entries of their own, and 0 where they agree on them.
 
     Example:
         >>> Updates(every=4).every
@@ -34,17 +38,20 @@ class Updates:
 
     every: int = 1
     anchor_step: float | Schedule | None = None
+    lr_scale: float | Schedule | None = None
     overlap: bool = True
-    dense_below: int = 1024
+    dense_below: int | None = None
     name: str = field(init=False, default="updates")
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"Updates: every must be an integer of at least 1, got {self.every!r}")
-        step = self.anchor_step
-        is_number = isinstance(step, (int, float)) and not isinstance(step, bool) and 0 < step < math.inf
-        if not (step is None or callable(step) or is_number):
-            raise ValueError(f"Updates: anchor_step must be positive, got {step!r}: give a number, a schedule or None")
+        for name in ("anchor_step", "lr_scale"):
+            x = getattr(self, name)
+            is_number = isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+            if not (x is None or callable(x) or is_number):
+                raise ValueError(f"Updates: {name} must be positive, got {x!r}: give a number, a schedule or None")
         if not isinstance(self.overlap, bool):
             raise ValueError(f"Updates: overlap must be True or False, got {self.overlap!r}")
-        check_dense_below("Updates", self.dense_below)
+        if self.dense_below is not None:
+            check_dense_below("Updates", self.dense_below)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.job import Job
 from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.protocols import Schedule
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
 from lightning_sparse.sync.buffers import average, share_buffers
@@ -47,14 +49,16 @@ class UpdatesTap:
         self._reducer = reducer
         self._module = module
         self._groups: dict[int, Group] = {}
+        default = 0 if reducer.compressor.agreed else 1024
+        self._dense_below = config.dense_below if config.dense_below is not None else default
         self._shared = False
         self._finished = False
         self._before: list[Tensor] | None = None
+        self._rates: list[tuple[dict[str, Any], Any]] = []
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
-            default = 1.0 if is_linear(optimizer) else math.sqrt(reducer.transport.world_size)
-            eta = config.anchor_step if config.anchor_step is not None else default
-            group = Group(f"optimizer {position}", eta if callable(eta) else constant(float(eta)))
+            eta, lr_scale = self._factors(is_linear(optimizer))
+            group = Group(f"optimizer {position}", eta, lr_scale)
             self._groups[id(optimizer)] = group
             self._adopt(group, optimizer)
         self._outside = Outside(self._unowned.values())
@@ -70,8 +74,10 @@ class UpdatesTap:
         self._before = None
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(group.parameters)]
+        self._scale_rates(group, optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._restore_rates()
         group = self._group(optimizer)
         before, self._before = self._before, None
         if before is not None:
@@ -81,7 +87,7 @@ class UpdatesTap:
         if group.steps % self._config.every:
             return
         self._merge(group)
-        small = {name for name, p in group.parameters.items() if is_small(p, self._config.dense_below)}
+        small = {name for name, p in group.parameters.items() if is_small(p, self._dense_below)}
         sparse, dense = [n for n in group.parameters if n not in small], [n for n in group.parameters if n in small]
         job = Job(group.name, group.exchanges, group.anchor, sparse, group.views(sparse), dense, group.views(dense))
         group.exchanges += 1
@@ -165,6 +171,34 @@ class UpdatesTap:
                 squares += float((view.float() - anchor).double().square().sum())
         return {"left": math.sqrt(squares), "input": math.hypot(*(group.moved for group in self._groups.values()))}
 
+    def _factors(self, is_linear: bool) -> tuple[Schedule, Schedule]:
+        """Schedules of the anchor step and of the learning rate's scale for one optimizer."""
+        config = self._config
+        # local Adam divides by the noise of one rank's gradient, dense Adam by that of the mean
+        factor = 1.0 if is_linear else math.sqrt(self._reducer.transport.world_size)
+        agreed = self._reducer.compressor.agreed
+        eta = config.anchor_step if config.anchor_step is not None else (1.0 if agreed else factor)
+        scale = config.lr_scale if config.lr_scale is not None else (factor if agreed else 1.0)
+        return _schedule(eta), _schedule(scale)
+
+    def _scale_rates(self, group: Group, optimizer: Optimizer) -> None:
+        scale = float(group.lr_scale(group.steps))
+        if scale == 1:
+            return
+        for entry in optimizer.param_groups:
+            if entry.get("lr") is None:
+                raise ValueError(
+                    f"Updates: expected a learning rate in every group of {type(optimizer).__name__}, got none:"
+                    " pass exchange=Updates(lr_scale=1)"
+                )
+            self._rates.append((entry, entry["lr"]))
+            entry["lr"] = entry["lr"] * scale
+
+    def _restore_rates(self) -> None:
+        for entry, rate in self._rates:
+            entry["lr"] = rate
+        self._rates = []
+
     def _adopt(self, group: Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
         count = sum(len(entry["params"]) for entry in optimizer.param_groups)
@@ -177,6 +211,8 @@ class UpdatesTap:
 
     @torch.no_grad()
     def _enter(self, together: bool) -> None:
+        # an error in a step ends it without notice
+        self._restore_rates()
         if self._shared or self._finished:
             return
         self._shared = True
@@ -184,6 +220,7 @@ class UpdatesTap:
 
     @torch.no_grad()
     def _end(self, together: bool) -> None:
+        self._restore_rates()
         if self._finished:
             return
         self.leave_shared()
@@ -247,3 +284,7 @@ class UpdatesTap:
         for view, anchor, mean, sent in rows:
             anchor.add_(mean, alpha=eta)
             view.add_(mean, alpha=eta).sub_(sent)
+
+
+def _schedule(value: float | Schedule) -> Schedule:
+    return value if callable(value) else constant(float(value))

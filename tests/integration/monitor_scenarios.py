@@ -96,7 +96,7 @@ def sparse(optimizer: str) -> Any:
     if optimizer == "manual":
         return "sparse_ddp"
     exchange = ls.Gradients() if optimizer == "sgd" else "auto"
-    return ls.SparseDDPStrategy(density=0.05, exchange=exchange, bucket_cap_mb=0.01)
+    return ls.SparseDDPStrategy(density=0.05, exchange=exchange, compressor=ls.TopK(), bucket_cap_mb=0.01)
 
 
 def popen(folder: Path) -> None:

@@ -151,7 +151,11 @@ class KeepUnshared(pl.Callback):
         for group in tap._groups.values():
             tap._merge(group)
         anchors = {name: x for group in tap._groups.values() for name, x in group.anchor.flat.items()}
+        lost = {name: x for group in tap._groups.values() for name, x in group.anchor.state_dict()["lost"].items()}
         self.unshared = {n: p.detach().flatten().double() - anchors[n] for n, p in module.named_parameters()}
+        for name, x in lost.items():
+            # rounded off the mean, so every rank's progress has a part in it
+            self.unshared[name] += RANKS * x.double()
 
 
 def density_one() -> dict[str, Any]:
@@ -196,21 +200,23 @@ def gradients_telescope() -> dict[str, Any]:
 def updates_telescope() -> dict[str, Any]:
     out = {}
     rows = {
-        "overlap": ls.Updates(),
-        "serial": ls.Updates(overlap=False),
-        "every": ls.Updates(every=3),
-        "eta": ls.Updates(anchor_step=lambda step: 1.0),
+        "overlap": (ls.Updates(), ls.TopK(), RANKS**0.5),
+        "serial": (ls.Updates(overlap=False), ls.TopK(), RANKS**0.5),
+        "every": (ls.Updates(every=3), ls.TopK(), RANKS**0.5),
+        "eta": (ls.Updates(anchor_step=lambda step: 1.0), ls.TopK(), 1.0),
+        "blocks": (ls.Updates(), None, 1.0),
+        "blocks serial": (ls.Updates(overlap=False, anchor_step=1.2, dense_below=64), None, 1.2),
     }
-    for name, exchange in rows.items():
+    for name, (exchange, compressor, eta) in rows.items():
         net, ledger, unshared = Net("adamw"), Ledger(), KeepUnshared()
-        strategy = ls.SparseDDPStrategy(density=0.05, exchange=exchange)
+        strategy = ls.SparseDDPStrategy(density=0.05 if compressor else None, exchange=exchange, compressor=compressor)
         trainer = fit(net, strategy, callbacks=[ledger, unshared], gradient_clip_val=1.0)
         out[name] = {
             **ledger.terms(),
             "unshared": unshared.unshared,
             "weights": weights(net),
             "summary": trainer.strategy.summary(),
-            "eta": 1.0 if name == "eta" else RANKS**0.5,
+            "eta": eta,
         }
     return out
 
@@ -300,7 +306,9 @@ def manual() -> dict[str, Any]:
     for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
         net = TwoOptimizers()
         start = weights(net)
-        strategy = ls.SparseDDPStrategy(density=0.05, exchange=exchange, find_unused_parameters=True)
+        strategy = ls.SparseDDPStrategy(
+            density=0.05, exchange=exchange, compressor=ls.TopK(), find_unused_parameters=True
+        )
         fit(net, strategy)
         out[name] = {"start": start, "weights": weights(net)}
     return out

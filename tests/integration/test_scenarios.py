@@ -88,7 +88,7 @@ def test_gradients_telescope(ranks: list[dict[str, Any]], case: str) -> None:
     assert any(float(x.abs().max()) > 1e-3 for x in terms[0]["kept"].values()), "nothing was ever kept back"
 
 
-@pytest.mark.parametrize("case", ["overlap", "serial", "every", "eta"])
+@pytest.mark.parametrize("case", ["overlap", "serial", "every", "eta", "blocks", "blocks serial"])
 def test_updates_telescope(ranks: list[dict[str, Any]], case: str) -> None:
     """Progress summed over ranks = what the anchor moved, times world size over eta, plus what is unshared."""
     terms = [rank["updates_telescope"][case] for rank in ranks]

@@ -1,0 +1,63 @@
+"""Defaults: what the strategy takes where nothing was asked for. They follow the board in docs/convergence.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_sparse.codecs import Quantized, Raw
+from lightning_sparse.communicators import AllGather, CompressedAllReduce
+from lightning_sparse.compressors import TopK, WeightBlocks
+from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
+from lightning_sparse.sync import Gradients, Updates
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that a reducer is made of."""
+
+    density: float | Schedule
+    compressor: Compressor
+    codec: Codec
+    communicator: Communicator
+
+    def __str__(self) -> str:
+        density = "a schedule" if callable(self.density) else self.density
+        return f"density {density}, {self.compressor}, {self.codec}, {self.communicator}"
+
+
+def choose_exchange(exchange: Any, memory: Memory | None) -> Gradients | Updates:
+    """What "auto" stands for: a memory is of use with gradients only."""
+    if isinstance(exchange, (Gradients, Updates)):
+        return exchange
+    return Gradients() if memory is not None else Updates()
+
+
+def choose_parts(
+    exchange: Gradients | Updates,
+    density: float | Schedule | None,
+    compressor: Compressor | None,
+    codec: Codec | None,
+    communicator: Communicator | None,
+) -> Parts:
+    """Fill in what is None.
+
+    Raises:
+        ValueError: a codec or a communicator needs entries that ranks agree on, and the compressor picks others.
+    """
+    needs = [x for x in (codec, communicator) if x is not None and x.agreed]
+    if compressor is None:
+        compressor = WeightBlocks() if isinstance(exchange, Updates) or needs else TopK()
+    if needs and not compressor.agreed:
+        raise ValueError(
+            f"SparseDDPStrategy: {needs[0]} needs entries that are the same on every rank, got {compressor}:"
+            " use compressor=WeightBlocks()"
+        )
+    if density is None:
+        density = 0.3 if compressor.agreed else 0.01
+    if codec is None:
+        # density 1 is a plain dense all-reduce, whatever carries the rest
+        codec = Quantized(1) if compressor.agreed and density != 1 else Raw()
+    if communicator is None:
+        communicator = CompressedAllReduce() if compressor.agreed else AllGather()
+    return Parts(density, compressor, codec, communicator)
