@@ -1,4 +1,4 @@
-"""Defaults: what the strategy takes where nothing was asked for. They follow the board in docs/convergence.md."""
+"""Defaults: what the strategy takes where nothing was asked for. They follow the README's tables of losses."""
 
 from __future__ import annotations
 

@@ -90,8 +90,9 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 def _cached(case: Case, options: argparse.Namespace, make: Any, progress: Progress) -> Case:
     arguments = _arguments(options.set)
     key = {"example": options.example.name, **arguments, "points": options.points, **case}
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = options.cache / f"{name}.json"
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
+    label = f"{options.example.stem}-{case['recipe']}-{case['world_size']}ranks-{case['steps']}steps"
+    path = options.cache / f"{label}-{name}.json"
     if path.exists():
         return json.loads(path.read_text())
     bar = progress.add_task(f"{case['recipe']}, {case['world_size']} ranks, seed {case['seed']}", total=case["steps"])
@@ -109,11 +110,26 @@ def _cached(case: Case, options: argparse.Namespace, make: Any, progress: Progre
     )
     progress.remove_task(bar)
     parameters = sum(p.numel() for p in problem.module.parameters() if p.requires_grad)
-    result = {**key, "parameters": parameters, "curve": vars(curve), "version": __version__, "torch": torch.__version__}
+    result = {
+        "command": _command(case, options),
+        **key,
+        "parameters": parameters,
+        "curve": vars(curve),
+        "version": __version__,
+        "torch": torch.__version__,
+    }
     # written whole or not at all, so that an interrupted run is run again
     path.with_suffix(".tmp").write_text(json.dumps(result) + "\n")
     path.with_suffix(".tmp").replace(path)
     return result
+
+
+def _command(case: Case, options: argparse.Namespace) -> str:
+    """What runs this case alone."""
+    words = [f"python -m lightning_sparse bench convergence --example {options.example} --points {options.points}"]
+    words += [f"--recipes {case['recipe']} --ranks {case['world_size']} --density {case['density']}"]
+    words += [f"--lr {case['lr']} --steps {case['steps']} --seeds {case['seed']}"]
+    return " ".join([*words, *(["--set", *options.set] if options.set else [])])
 
 
 def _arguments(pairs: list[str]) -> dict[str, Any]:
