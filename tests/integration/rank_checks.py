@@ -127,8 +127,12 @@ def reducer_telescopes(transport: ProcessGroup) -> dict[str, Any]:
 
 def bad_rank(transport: ProcessGroup) -> dict[str, Any]:
     """NaN on the last rank: every rank learns of it, no memory takes it up, and the next step is sound."""
-    # step 5 is dense
-    tap = make(transport, lambda step: 1.0 if step == 5 else 0.02)
+    return {type(compressor).__name__: _bad_rank(transport, compressor) for compressor in (TopK(), WeightBlocks())}
+
+
+def _bad_rank(transport: ProcessGroup, compressor: Any) -> Tensor:
+    # step 5 is dense, or all of it in few bits
+    tap = make(transport, lambda step: 1.0 if step == 5 else 0.02, compressor)
     tap.step(0, normal(transport.rank), torch.ones(9))
     before = {name: x.clone() for name, x in tap.memory.state_dict()["residual"].items()}
     last = transport.rank == transport.world_size - 1
@@ -150,7 +154,8 @@ def bad_rank(transport: ProcessGroup) -> dict[str, Any]:
     assert outcome.finite
     assert outcome.mean is not None
     tap.reducer.close()
-    return {"after": add(outcome.mean.parts, outcome.mean.scale)}
+    assert all(x.isfinite().all() for kept in tap.memory.state_dict().values() for x in kept.values())
+    return add(outcome.mean.parts, outcome.mean.scale)
 
 
 def many_jobs(transport: ProcessGroup) -> dict[str, Any]:
