@@ -39,6 +39,7 @@ class VirtualRanks:
             raise ValueError(f"VirtualRanks: world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.slots: list[Tensor] = [torch.empty(0)] * world_size
+        self.combined = torch.empty(0)
         self.barrier = threading.Barrier(world_size)
 
     def run(self, task: Callable[[VirtualTransport], _T]) -> list[_T]:
@@ -86,7 +87,8 @@ class VirtualTransport:
 
     def all_to_all(self, buffer: Tensor) -> Tensor:
         self.bytes += gather_bytes(buffer.nbytes // self.world_size, self.world_size)
-        return self._meet(buffer, lambda slots: torch.stack([slot[self.rank] for slot in slots]))
+        # every rank takes its own row of what all get
+        return self._meet(buffer, torch.stack)[:, self.rank]
 
     def all_reduce_mean_(self, buffer: Tensor) -> Tensor:
         self.bytes += ring_bytes(buffer.nbytes, self.world_size)
@@ -100,17 +102,17 @@ class VirtualTransport:
         """Nothing to give up."""
 
     def _meet(self, buffer: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Show ``buffer`` to all ranks, and combine what all show. Buffers must have one size."""
-        slots, barrier = self._ranks.slots, self._ranks.barrier
-        slots[self.rank] = buffer
-        barrier.wait()
-        shapes = {tuple(slot.shape) for slot in slots}
-        if len(shapes) > 1:
-            raise ValueError(f"VirtualRanks: expected buffers of one size, got {sorted(shapes)}")
-        out = combine(slots)
-        # nobody may show the next buffer before all have read this one
-        barrier.wait()
-        return out
+        """Show ``buffer`` to all ranks, and combine what all show, once for all. Buffers must have one size."""
+        ranks = self._ranks
+        ranks.slots[self.rank] = buffer
+        if ranks.barrier.wait() == 0:
+            shapes = {tuple(slot.shape) for slot in ranks.slots}
+            if len(shapes) > 1:
+                raise ValueError(f"VirtualRanks: expected buffers of one size, got {sorted(shapes)}")
+            ranks.combined = combine(ranks.slots)
+        # nobody may show the next buffer before this one is read, nor take what is not there yet
+        ranks.barrier.wait()
+        return ranks.combined
 
 
 def _sum(slots: list[Tensor]) -> Tensor:
