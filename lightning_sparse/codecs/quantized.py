@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,10 @@ from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.vector import SparseVector
 
 # step over root mean square with the least mean squared error for normal values
-_STEPS = {1: 1.5958, 2: 0.9957, 4: 0.3352, 8: 0.0308}
+_STEPS = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+_BITS = (1, 2, 4, 8)
+# codes in a byte -> type of a word that has one byte for each
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # two int64: where the block begins, how many entries it has
 _HEAD = 16
 
@@ -47,8 +51,8 @@ class Quantized:
     group: int = 256
 
     def __post_init__(self) -> None:
-        if self.bits not in _STEPS:
-            raise ValueError(f"Quantized: bits must be one of {tuple(_STEPS)}, got {self.bits!r}")
+        if self.bits not in _BITS:
+            raise ValueError(f"Quantized: bits must be one of {_BITS}, got {self.bits!r}")
         if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 8 or self.group % 8:
             raise ValueError(f"Quantized: group must be a multiple of 8, got {self.group!r}")
 
@@ -57,25 +61,16 @@ class Quantized:
 
     def encode(self, vector: SparseVector) -> Tensor:
         """Raises ValueError unless the entries are a block: neighbours, then padding."""
-        capacity, indices = vector.capacity, vector.indices.long()
-        # padding is what has index 0 behind the first entry
-        count = 1 + (indices[1:] > 0).sum() if capacity else torch.zeros((), dtype=torch.int64, device=indices.device)
-        start = indices[0] if capacity else torch.zeros_like(count)
-        if capacity and not indices.is_cuda and int(indices.max()) != int(start + count - 1):
-            raise ValueError("Quantized: expected neighbouring entries, got others: use it with WeightBlocks()")
-        values = self._by_group(vector.values, capacity)  # [g, group]
-        live = self._by_group((torch.arange(capacity, device=indices.device) < count).float(), capacity)
-        step = (values.square().sum(1) / live.sum(1).clamp_min(1)).sqrt() * _STEPS[self.bits]  # [g]
-        half = 2 ** (self.bits - 1)
-        # a group of zeros has no step: any code will do
-        levels = (values / step.clamp_min(1e-38).unsqueeze(1)).floor().clamp_(-half, half - 1)
-        grid = (levels + 0.5) * live
-        scale = (values * grid).sum(1) / grid.square().sum(1).clamp_min(1e-38)
+        capacity = vector.capacity
+        start, count = _extent(vector.indices)
+        values = self._by_group(vector.values)  # [g, group]
+        first = torch.arange(values.shape[0], device=values.device) * self.group
+        live = (count - first).clamp(0, self.group)  # [g]
+        scale, codes = self._sign(values, live) if self.bits == 1 else self._grid(values, live)
         # NaN and inf make the scale NaN, which receivers see
-        scale = torch.where(step.isfinite(), scale, torch.nan).bfloat16()
-        codes = (levels + half).nan_to_num_(0.0).to(torch.uint8).flatten()[:capacity]
+        scale = torch.where(scale.isfinite(), scale, torch.nan).bfloat16()
         head = torch.stack([start, count]).view(torch.uint8)
-        return torch.cat([head, scale.view(torch.uint8), self._pack(codes)])  # [b] uint8
+        return torch.cat([head, scale.view(torch.uint8), self._pack(codes.flatten()[:capacity])])  # [b] uint8
 
     def decode(self, wire: Tensor, numel: int, capacity: int) -> SparseVector:
         expected = self.nbytes(numel, capacity)
@@ -93,33 +88,71 @@ class Quantized:
             )
         groups = self._groups(capacity)
         scale = wire[_HEAD : _HEAD + 2 * groups].clone().view(torch.bfloat16).float()  # [g]
-        levels = self._unpack(wire[_HEAD + 2 * groups :], capacity).float() - 2 ** (self.bits - 1)
-        values = (self._by_group(levels + 0.5, capacity) * scale.unsqueeze(1)).flatten()[:capacity]
-        position = torch.arange(capacity, device=wire.device)
+        levels = _levels(self.bits, wire.device).index_select(0, wire[_HEAD + 2 * groups :].int()).flatten()
+        values = (self._by_group(levels[:capacity]) * scale.unsqueeze(1)).flatten()[:capacity]
+        dtype = index_dtype(numel)
+        if not wire.is_cuda and int(count) == capacity:
+            return SparseVector(values, torch.arange(int(start), int(start) + capacity, dtype=dtype), numel)
+        position = torch.arange(capacity, dtype=dtype, device=wire.device)
         live = position < count
-        values = torch.where(live, values, 0.0)
-        indices = torch.where(live, position + start, 0).to(index_dtype(numel))
-        return SparseVector(values, indices, numel)
+        return SparseVector(torch.where(live, values, 0.0), torch.where(live, position + start, 0).to(dtype), numel)
+
+    def _sign(self, values: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean magnitude of each group, and 1 where a value is not negative: the grid's nearest in closed form."""
+        return values.abs().sum(1) / live.clamp_min(1), (values >= 0).view(torch.uint8)
+
+    def _grid(self, values: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale of each group that leaves the least squared error, and the level of each value."""
+        half = 2 ** (self.bits - 1)
+        step = (values.square().sum(1) / live.clamp_min(1)).sqrt_() * _STEPS[self.bits]  # [g]
+        # a group of zeros has no step: any level will do
+        levels = (values / step.clamp_min(1e-38).unsqueeze(1)).floor_().clamp_(-half, half - 1)
+        grid = levels + 0.5
+        # padding has the value 0, so the level 0.5
+        energy = grid.square().sum(1) - 0.25 * (self.group - live)
+        scale = (grid * values).sum(1) / energy.clamp_min(1e-38)
+        return torch.where(step.isfinite(), scale, torch.nan), levels.add_(half).nan_to_num_(0.0).to(torch.uint8)
 
     def _groups(self, capacity: int) -> int:
         return -(-capacity // self.group)
 
-    def _by_group(self, x: Tensor, capacity: int) -> Tensor:
+    def _by_group(self, x: Tensor) -> Tensor:
         """[g, group] from [capacity], filled up with zeros."""
-        return F.pad(x, (0, self._groups(capacity) * self.group - capacity)).view(-1, self.group)
+        return F.pad(x, (0, -x.numel() % self.group)).view(-1, self.group)
 
     def _pack(self, codes: Tensor) -> Tensor:
-        """[ceil(n * bits / 8)] uint8 from [n] codes, the first in the lowest bits."""
+        """[ceil(n * bits / 8)] uint8 from [n] uint8 codes, the first in the lowest bits."""
         per = 8 // self.bits
         if per == 1:
             return codes
-        rows = F.pad(codes, (0, -codes.numel() % per)).view(-1, per)
-        return (rows << self._shifts(codes.device)).sum(1, dtype=torch.uint8)
+        # one word holds the codes of one byte; each round halves the distance between them
+        words = F.pad(codes, (0, -codes.numel() % per)).view(_WORDS[per])
+        shift = 8 - self.bits
+        for _ in range(per.bit_length() - 1):
+            words = words | (words >> shift)
+            shift *= 2
+        return words.to(torch.uint8)
 
-    def _unpack(self, packed: Tensor, count: int) -> Tensor:
-        """[count] codes."""
-        rows = (packed.unsqueeze(1) >> self._shifts(packed.device)) & (2**self.bits - 1)
-        return rows.flatten()[:count]
 
-    def _shifts(self, device: torch.device) -> Tensor:
-        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)
+def _extent(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a block begins, and how many entries it has: [] int64 each."""
+    capacity = indices.numel()
+    if not capacity:
+        zero = torch.zeros((), dtype=torch.int64, device=indices.device)
+        return zero, zero
+    start, last = indices[0].long(), indices[-1].long()
+    if not indices.is_cuda and int(last - start) == capacity - 1:
+        return start, torch.tensor(capacity)
+    # padding is what has index 0 behind the first entry
+    count = 1 + (indices[1:] > 0).sum()
+    if not indices.is_cuda and int(indices.max()) != int(start + count - 1):
+        raise ValueError("Quantized: expected neighbouring entries, got others: use it with WeightBlocks()")
+    return start, count
+
+
+@lru_cache
+def _levels(bits: int, device: torch.device) -> Tensor:
+    """What the codes in each byte stand for, in grid steps; one bit means -1 or 1: [256, 8 / bits] float32."""
+    codes = (torch.arange(256).unsqueeze(1) >> torch.arange(0, 8, bits)) & (2**bits - 1)
+    levels = codes - 2 ** (bits - 1) + 0.5
+    return (levels * 2 if bits == 1 else levels).to(device)
