@@ -52,6 +52,12 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error("--every, --anchor-step, --lr-scale and --overlap do not go with --exchange gradients")
     if options.values and options.bits:
         parser.error("--values goes with --compressor topk or sampled, --bits with blocks: give one of them")
+    if options.bits and options.compressor in ("topk", "sampled"):
+        parser.error("--bits needs --compressor blocks")
+    if options.values and options.compressor == "blocks":
+        parser.error("--values needs --compressor topk or sampled")
+    if options.values and options.compressor == "auto":
+        options.compressor = "topk"
     for name in (options.strategy, options.compare):
         if name is None:
             continue

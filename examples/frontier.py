@@ -18,17 +18,17 @@ RESULTS = HERE / "results" / "convergence"
 BOARD = (
     "--recipes dense --ranks 2 --lr 2e-3 4e-3",
     "--recipes dense --ranks 4 8 --lr 4e-3",
-    "--recipes blocks-1bit --density 0.3 --ranks 2 --lr 2e-3 4e-3",
-    "--recipes blocks-1bit --density 0.3 --ranks 4 8 --lr 4e-3",
-    "--recipes blocks-2bit --density 0.47 --ranks 8 --lr 4e-3",
-    "--recipes blocks-4bit --density 0.98 --ranks 8 --lr 4e-3",
+    "--recipes blocks-1bit --density 0.25 --ranks 2 --lr 2e-3 4e-3",
+    "--recipes blocks-1bit --density 0.25 --ranks 4 8 --lr 4e-3",
+    "--recipes blocks-2bit --density 0.5 --ranks 8 --lr 4e-3",
+    "--recipes blocks-4bit --density 1 --ranks 8 --lr 4e-3",
 )
 COMMON = "--example examples/train_lm.py --points 5 --steps 1000 --set batch_size=4"
 NAMES = {
     "dense": "dense",
     "blocks-1bit": "`sparse_ddp`, default",
-    "blocks-2bit": "`density=0.47, codec=Quantized(2)`",
-    "blocks-4bit": "`density=0.98, codec=Quantized(4)`",
+    "blocks-2bit": "`density=0.5, codec=Quantized(2)`",
+    "blocks-4bit": "`density=1, codec=Quantized(4)`",
 }
 
 

@@ -38,7 +38,7 @@ class Vectors:
         return SparseVector(values, indices, self.numel), count
 
     def block(self, start: int, numel: int) -> Tensor:
-        return torch.cat([v[a:b].float() for v, a, b in _overlaps(self.vectors, start, numel)])
+        return torch.cat([v[a:b].float() for v, a, b in overlaps(self.vectors, start, numel)])
 
     def pieces(self) -> list[Tensor]:
         return [vector.float() for vector in self.vectors]
@@ -110,15 +110,15 @@ class Difference:
         return SparseVector(values, indices, self.numel), count
 
     def block(self, start: int, numel: int) -> Tensor:
-        weights = _overlaps(self.weights, start, numel)
-        anchors = _overlaps(self.anchors, start, numel)
+        weights = overlaps(self.weights, start, numel)
+        anchors = overlaps(self.anchors, start, numel)
         return torch.cat([w[a:b].float() - x[a:b] for (w, a, b), (x, _, _) in zip(weights, anchors, strict=True)])
 
     def pieces(self) -> list[Tensor]:
         return [weight.float() - anchor for weight, anchor in zip(self.weights, self.anchors, strict=True)]
 
 
-def _overlaps(vectors: Sequence[Tensor], start: int, numel: int) -> list[tuple[Tensor, int, int]]:
+def overlaps(vectors: Sequence[Tensor], start: int, numel: int) -> list[tuple[Tensor, int, int]]:
     """Which part of each vector lies in [start, start + numel) of the whole: (vector, from, to), maybe empty."""
     out, offset = [], 0
     for vector in vectors:

@@ -57,6 +57,15 @@ def check_memory(exchange: Any, memory: Memory | None) -> None:
         )
 
 
+def check_unused(exchange: Gradients | Updates, codec: Codec, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError where DDP would throw away what a codec for blocks has rounded into unused parameters."""
+    if isinstance(exchange, Gradients) and codec.agreed and kwargs.get("find_unused_parameters"):
+        raise ValueError(
+            f"SparseDDPStrategy: expected no find_unused_parameters with Gradients and {codec}, got True:"
+            " use exchange=Updates(), which needs no such option, or another codec"
+        )
+
+
 def check_parameters(module: nn.Module) -> None:
     """Raise unless there is something to train, of types that the exchange carries.
 

@@ -47,14 +47,16 @@ def choose_parts(
     """
     needs = [x for x in (codec, communicator) if x is not None and x.agreed]
     if compressor is None:
-        compressor = WeightBlocks() if isinstance(exchange, Updates) or needs else TopK()
+        # a density alone means what it means in the literature: a share of entries that each rank picks
+        is_default = isinstance(exchange, Updates) and (density is None or density == 1)
+        compressor = WeightBlocks() if is_default or needs else TopK()
     if needs and not compressor.agreed:
         raise ValueError(
             f"SparseDDPStrategy: {needs[0]} needs entries that are the same on every rank, got {compressor}:"
             " use compressor=WeightBlocks()"
         )
     if density is None:
-        density = 0.3 if compressor.agreed else 0.01
+        density = 0.25 if compressor.agreed else 0.01
     if codec is None:
         # density 1 is a plain dense all-reduce, whatever carries the rest
         codec = Quantized(1) if compressor.agreed and density != 1 else Raw()

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sparse.arguments import check_ddp_options, check_parameters, check_parts, check_ranks_agree, is_linear
+from lightning_sparse.arguments import (
+    check_ddp_options,
+    check_parameters,
+    check_parts,
+    check_ranks_agree,
+    check_unused,
+    is_linear,
+)
 from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.defaults import choose_exchange, choose_parts
 from lightning_sparse.memory import Residual
@@ -38,11 +45,12 @@ class SparseDDP(_Base):
 
     Args:
         density: fraction of the large parameters' entries that each rank sends per exchange, in (0, 1], or a schedule
-            from step to fraction. 1 is a plain dense all-reduce, unless a codec is given that carries blocks. Default:
-            0.3 where ranks agree on the entries, 0.01 where each picks its own.
+            from step to fraction. 1 is a plain dense all-reduce, unless the codec carries blocks. Default: 0.25 where
+            ranks agree on the entries, 0.01 where each picks its own.
         exchange: ``"auto"`` (``Updates()``, or ``Gradients()`` if a memory is given), or one of the two with its
             options.
-        compressor: which entries; default ``WeightBlocks()`` with ``Updates``, ``TopK()`` with ``Gradients``.
+        compressor: which entries; default ``WeightBlocks()`` with ``Updates``, and ``TopK()`` with ``Gradients`` or if
+            only a density is given.
         memory: what happens to the rest, for ``Gradients``; default ``Residual()``. ``Updates`` has no use for one.
         codec: which bytes; default ``Quantized(1)`` where ranks agree on the entries, ``Raw()`` otherwise.
         communicator: how ranks average; default ``CompressedAllReduce()`` where ranks agree, ``AllGather()`` otherwise.
@@ -79,6 +87,7 @@ class SparseDDP(_Base):
         self._exchange = choose_exchange(exchange, memory)
         self._memory = memory
         self._parts = choose_parts(self._exchange, density, compressor, codec, communicator)
+        check_unused(self._exchange, self._parts.codec, kwargs)
         self._seed = seed
         self.tap: GradientsTap | UpdatesTap | None = None
         self.reducer: Reducer | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -120,6 +122,8 @@ def test_agreed_entries_take_turns(name: str, numel: int, density: float) -> Non
     assert compressor.agreed
     capacity = compressor.capacity(numel, density)
     rounds, turns = -(-numel // capacity), torch.zeros(numel, dtype=torch.int64)
+    # no entry leaves twice where another waits for longer than the density asks for
+    assert rounds == min(numel, math.ceil(1 / density))
     for step in range(7 * rounds, 8 * rounds):
         draw = Draw(seed=0, step=step, name="law")
         one = compressor.compress(Vectors(cut(normal(numel))), capacity, draw)
@@ -128,6 +132,24 @@ def test_agreed_entries_take_turns(name: str, numel: int, density: float) -> Non
         turns[one.indices.long()] += 1
     assert turns.min() == 1
     assert turns.max() <= 2
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if row.agreed])
+@pytest.mark.parametrize(
+    ("density", "seen"),
+    [((0.5, 0.3), (0, 1)), ((0.25, 0.25), (0,)), ((0.25, 0.25), (1,))],
+    ids=["the density keeps changing", "even steps", "odd steps"],
+)
+def test_agreed_entries_starve_nobody(name: str, density: tuple[float, float], seen: tuple[int, ...]) -> None:
+    """Every entry leaves, whatever the schedule, and if only some exchanges are of this vector."""
+    compressor, numel = COMPRESSORS[name].build(), 1000
+    turns = torch.zeros(numel, dtype=torch.int64)
+    for step in range(2000):
+        if step % 2 in seen:
+            capacity = compressor.capacity(numel, density[step % 2])
+            draw = Draw(seed=0, step=step, name="law")
+            turns[compressor.compress(Vectors([torch.zeros(numel)]), capacity, draw).indices.long()] += 1
+    assert turns.min() >= 100
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -168,13 +190,18 @@ def test_codec_round_trip(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, row in CODECS.items() if row.agreed])
-@pytest.mark.parametrize("shape", ["zero", "spike", "equal", "tiny", "huge", "heavy"])
+@pytest.mark.parametrize("shape", ["zero", "spike", "equal", "tiny", "huge", "larger", "heavy"])
 def test_codec_never_adds_error(name: str, shape: str) -> None:
     """What is left after sending is no longer than what there was, whatever the values."""
     spike = torch.zeros(300)
     spike[7] = -3.0
     shapes = {"zero": torch.zeros(300), "spike": spike, "equal": torch.full((300,), 0.5)}
-    shapes |= {"tiny": normal(300) * 1e-9, "huge": normal(300) * 1e9, "heavy": normal(300).pow(7)}
+    shapes |= {
+        "tiny": normal(300) * 1e-9,
+        "huge": normal(300) * 1e9,
+        "larger": normal(300) * 1e30,
+        "heavy": normal(300).pow(7),
+    }
     values = shapes[shape]
     codec = CODECS[name].build()
     wire = codec.encode(SparseVector(values, torch.arange(5, 305, dtype=torch.int32), 400))

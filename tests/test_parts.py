@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from pathlib import Path
 
@@ -177,3 +178,56 @@ def test_optimizers_without_a_learning_rate_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"expected a learning rate in every group of AdamW.*lr_scale=1"):
         VirtualRanks(2).run(task)
+
+
+def make_tap(transport: Transport, optimizer: torch.optim.Optimizer, module: nn.Module) -> UpdatesTap:
+    parts = (WeightBlocks(), Quantized(1), CompressedAllReduce())
+    reducer = Reducer(*parts, transport, constant(0.25), torch.device("cpu"))
+    return UpdatesTap(Updates(overlap=False), reducer, module, [optimizer], lambda _: False)
+
+
+def test_a_failed_step_and_a_rate_set_inside_one() -> None:
+    def task(transport: Transport) -> list[float]:
+        module = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        tap, group, seen = make_tap(transport, optimizer, module), optimizer.param_groups[0], []
+        module(torch.ones(1, 8)).sum().backward()
+        tap.before_step(optimizer)  # this one raises, and the user tries again
+        tap.before_step(optimizer)
+        seen.append(group["lr"])
+        tap.after_step(optimizer)
+        seen.append(group["lr"])
+        tap.before_step(optimizer)
+        group["lr"] = 0.05  # a closure may do so
+        tap.after_step(optimizer)
+        seen.append(group["lr"])
+        return seen
+
+    for seen in VirtualRanks(4).run(task):
+        assert seen == pytest.approx([0.2, 0.1, 0.05])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_stay_where_they_are(dtype: torch.dtype) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        start = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).to(dtype)
+    start[0].requires_grad_(False)
+
+    def task(transport: Transport) -> nn.Module:
+        module = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        tap = make_tap(transport, optimizer, module)
+        for step in range(12):
+            optimizer.zero_grad()
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + transport.rank)).to(dtype)
+            module(x).square().mean().backward()
+            tap.before_step(optimizer)
+            optimizer.step()
+            tap.after_step(optimizer)
+        tap.finish()
+        return module
+
+    for module in VirtualRanks(2).run(task):
+        assert torch.equal(module[0].weight, start[0].weight)
+        assert not torch.equal(module[2].weight, start[2].weight)

@@ -210,13 +210,18 @@ def test_a_memory_has_no_place_with_updates() -> None:
 def test_defaults_follow_from_what_is_given() -> None:
     own, memory = choose_exchange("auto", None), choose_exchange("auto", ls.Residual())
     assert (own, memory) == (ls.Updates(), ls.Gradients())
-    blocks = Parts(0.3, ls.WeightBlocks(), ls.Quantized(1), ls.CompressedAllReduce())
+    blocks = Parts(0.25, ls.WeightBlocks(), ls.Quantized(1), ls.CompressedAllReduce())
     picked = Parts(0.01, ls.TopK(), ls.Raw(), ls.AllGather())
     assert choose_parts(own, None, None, None, None) == blocks
     assert choose_parts(memory, None, None, None, None) == picked
     assert choose_parts(own, None, ls.TopK(), None, None) == picked
     assert choose_parts(memory, 1.0, None, ls.Quantized(4), None) == Parts(
         1.0, ls.WeightBlocks(), ls.Quantized(4), ls.CompressedAllReduce()
+    )
+    # a density alone is a share of entries that each rank picks
+    assert choose_parts(own, 0.03, None, None, None) == Parts(0.03, ls.TopK(), ls.Raw(), ls.AllGather())
+    assert choose_parts(own, None, None, ls.Quantized(2), None) == Parts(
+        0.25, ls.WeightBlocks(), ls.Quantized(2), ls.CompressedAllReduce()
     )
     # density 1 is a dense all-reduce
     assert choose_parts(own, 1.0, None, None, None).codec == ls.Raw()
@@ -227,6 +232,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         ls.SparseDDPStrategy(compressor=ls.TopK(), codec=ls.Quantized())
     with pytest.raises(ValueError, match=r"CompressedAllReduce\(\) needs entries.*use compressor=WeightBlocks"):
         ls.SparseDDPStrategy(compressor=ls.SampledTopK(), communicator=ls.CompressedAllReduce())
+    with pytest.raises(ValueError, match=r"expected no find_unused_parameters with Gradients and Quantized"):
+        ls.SparseDDPStrategy(exchange=ls.Gradients(), codec=ls.Quantized(4), find_unused_parameters=True)
 
 
 @pytest.mark.usefixtures("_group")

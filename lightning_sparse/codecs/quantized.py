@@ -16,6 +16,7 @@ from lightning_sparse.vector import SparseVector
 # step over root mean square with the least mean squared error for normal values
 _STEPS = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 _BITS = (1, 2, 4, 8)
+_TINY = torch.finfo(torch.float32).tiny
 # codes in a byte -> type of a word that has one byte for each
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # two int64: where the block begins, how many entries it has
@@ -27,8 +28,8 @@ class Quantized:
     """Values on an evenly spaced grid of ``2 ** bits`` levels without zero, scaled for each group; for blocks only.
 
     The grid's step fits normal values at first; the group's scale is then the one of least squared error, so a group
-    never loses more than it had: what is left is no longer than what was sent was, whatever the values. The rounding
-    error stays in the memory. With one bit this is sign times mean magnitude.
+    never loses more than it had: what is left is no longer than what there was to send, whatever the values. The
+    rounding error stays in the memory. With one bit this is sign times mean magnitude.
 
     Source: steps from Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6 (1960), table II (that for 8
     bits computed here); one bit as in Karimireddy et al., "Error Feedback Fixes SignSGD",
@@ -47,11 +48,11 @@ class Quantized:
     """
 
     agreed: ClassVar[bool] = True
-    bits: int = 4
+    bits: int = 1
     group: int = 256
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS:
+        if self.bits not in _BITS or not isinstance(self.bits, int) or isinstance(self.bits, bool):
             raise ValueError(f"Quantized: bits must be one of {_BITS}, got {self.bits!r}")
         if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 8 or self.group % 8:
             raise ValueError(f"Quantized: group must be a multiple of 8, got {self.group!r}")
@@ -104,13 +105,15 @@ class Quantized:
     def _grid(self, values: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         """The scale of each group that leaves the least squared error, and the level of each value."""
         half = 2 ** (self.bits - 1)
+        # squares of what is within [-1, 1] neither overflow nor vanish; a group of zeros stays one
+        largest = values.abs().amax(1)  # [g]
+        values = values / largest.clamp_min(_TINY).unsqueeze(1)
         step = (values.square().sum(1) / live.clamp_min(1)).sqrt_() * _STEPS[self.bits]  # [g]
-        # a group of zeros has no step: any level will do
-        levels = (values / step.clamp_min(1e-38).unsqueeze(1)).floor_().clamp_(-half, half - 1)
+        levels = (values / step.clamp_min(_TINY).unsqueeze(1)).floor_().clamp_(-half, half - 1)
         grid = levels + 0.5
         # padding has the value 0, so the level 0.5
         energy = grid.square().sum(1) - 0.25 * (self.group - live)
-        scale = (grid * values).sum(1) / energy.clamp_min(1e-38)
+        scale = largest * (grid * values).sum(1) / energy.clamp_min(0.25)
         return torch.where(step.isfinite(), scale, torch.nan), levels.add_(half).nan_to_num_(0.0).to(torch.uint8)
 
     def _groups(self, capacity: int) -> int:

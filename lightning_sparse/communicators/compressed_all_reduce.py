@@ -8,22 +8,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.communicators.buffer import Buffer
 from lightning_sparse.communicators.volume import gather_bytes
-from lightning_sparse.kernels.scatter_add import scatter_add_
-from lightning_sparse.memory import gather
 from lightning_sparse.protocols import Codec, Lost, Mean, Transport
 from lightning_sparse.vector import SparseVector
 
 
 @dataclass(frozen=True)
 class CompressedAllReduce:
-    """An all-to-all and an all-gather of encoded sections: bytes do not grow with the number of ranks.
+    """An all-to-all and an all-gather of encoded sections: bytes grow with ranks no more than a ring all-reduce's.
 
     Payloads are cut into one section a rank. Rank r decodes section r of every rank, sums in rank order, encodes the
-    mean again and sends it to all; what this second encoding rounds away joins the next mean of the same entries (one
-    more float32 buffer, in the memory). Needs entries that are the same on every rank (``WeightBlocks``). Sent +
-    received per rank: ``4 (w - 1) s`` bytes, ``s`` of a section. If any rank's entries are not finite, every rank gets
-    its own entries back.
+    mean again and sends it to all. What this second encoding rounds away joins the next mean of these entries on this
+    rank: one more float32 buffer, in the memory (after a change of density another rank may average them meanwhile).
+    Needs entries that are the same on every rank (``WeightBlocks``). Sent + received per rank: ``4 (w - 1) s`` bytes,
+    ``s`` of a section. If any rank's entries are not finite, every rank gets its own entries back.
 
     Source: Tang et al., "1-bit Adam", https://arxiv.org/abs/2102.02888, section 6.1 (compressed allreduce).
 
@@ -48,24 +47,19 @@ class CompressedAllReduce:
             _check_agreed(rows)
         indices = rows[0].indices
         # what was rounded away when these entries were here last
-        buffers = lost()
-        owed = torch.where(_is_entry(indices), gather(buffers, indices), 0.0)
-        reply = codec.encode(SparseVector(total / world + owed, indices, sent.numel))
+        owed = Buffer(lost(), indices)
+        own = total / world + owed.read()
+        reply = codec.encode(SparseVector(own, indices, sent.numel))
         parts = [codec.decode(row, sent.numel, capacity) for row in transport.all_gather(reply).unbind()]
         finite = bool(torch.stack([part.values.isfinite().all() for part in parts]).all())
         if not finite:
             return Mean(parts, 1.0, rejected=sent, finite=False)
-        scatter_add_(buffers, total / world - parts[transport.rank].values, indices)
+        owed.write(own - parts[transport.rank].values)
         return Mean(parts, 1.0)
 
     def nbytes(self, payload: int, world_size: int) -> int:
         section = payload // world_size
         return gather_bytes(section, world_size) * 2
-
-
-def _is_entry(indices: Tensor) -> Tensor:
-    """Not padding, which has index 0 behind the first place: [k] bool."""
-    return (indices > 0) | (torch.arange(indices.numel(), device=indices.device) == 0)
 
 
 def _check_agreed(rows: list[SparseVector]) -> None:

@@ -29,6 +29,7 @@ class Group:
         self.eta = eta
         self.lr_scale = lr_scale
         self.known = 0
+        self._trained: set[str] = set()
         self.parameters: dict[str, nn.Parameter] = {}
         self.anchor = Anchor()
         self.flight: Future[Outcome] | None = None
@@ -40,6 +41,11 @@ class Group:
         """Take up parameters that ranks agree on now."""
         self.parameters.update(parameters)
         self.anchor.add(list(parameters), self.views(parameters))
+
+    def live(self) -> list[str]:
+        """Names of what has ever been trainable: frozen weights must not move."""
+        self._trained.update(name for name, p in self.parameters.items() if p.requires_grad)
+        return [name for name in self.parameters if name in self._trained]
 
     def restart(self) -> None:
         """Anchor the weights where they are and count from the start."""

@@ -26,7 +26,9 @@ class Updates:
             adaptive optimizers whose ranks pick entries of their own (``TopK``), and 1 otherwise.
         lr_scale: factor on the optimizer's learning rate while it steps, a positive number or a schedule of the
             optimizer's steps; None takes sqrt(world_size) for adaptive optimizers whose ranks agree on the entries
-            (``WeightBlocks``), and 1 otherwise. ``training_step`` runs inside the step and sees the scaled rate.
+            (``WeightBlocks``) and no anchor step is given, and 1 otherwise. Weight decay that is multiplied by the
+            learning rate, as AdamW's is, is scaled with it. Code that runs inside the step (``training_step``, unless
+            gradients are accumulated) sees the scaled rate.
         overlap: let an exchange run during the next step, and merge it after that step.
         dense_below: parameters of fewer elements, and all vectors, are averaged densely; 0: none are. None takes 1024
             where ranks pick entries of their own, and 0 where they agree on them.

@@ -54,7 +54,7 @@ class UpdatesTap:
         self._shared = False
         self._finished = False
         self._before: list[Tensor] | None = None
-        self._rates: list[tuple[dict[str, Any], Any]] = []
+        self._rates: list[tuple[dict[str, Any], Any, Any]] = []
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
             eta, lr_scale = self._factors(is_linear(optimizer))
@@ -69,6 +69,8 @@ class UpdatesTap:
         return next((group.steps for group in self._groups.values()), 0)
 
     def before_step(self, optimizer: Optimizer) -> None:
+        # a step that failed and is tried again has left them scaled
+        self._restore_rates()
         group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
@@ -88,7 +90,8 @@ class UpdatesTap:
             return
         self._merge(group)
         small = {name for name, p in group.parameters.items() if is_small(p, self._dense_below)}
-        sparse, dense = [n for n in group.parameters if n not in small], [n for n in group.parameters if n in small]
+        live = group.live()
+        sparse, dense = [n for n in live if n not in small], [n for n in live if n in small]
         job = Job(group.name, group.exchanges, group.anchor, sparse, group.views(sparse), dense, group.views(dense))
         group.exchanges += 1
         # picked here and not on the worker: the next step changes the weights
@@ -178,7 +181,9 @@ class UpdatesTap:
         factor = 1.0 if is_linear else math.sqrt(self._reducer.transport.world_size)
         agreed = self._reducer.compressor.agreed
         eta = config.anchor_step if config.anchor_step is not None else (1.0 if agreed else factor)
-        scale = config.lr_scale if config.lr_scale is not None else (factor if agreed else 1.0)
+        # whoever gives an anchor step has put the factor there
+        default = factor if agreed and config.anchor_step is None else 1.0
+        scale = config.lr_scale if config.lr_scale is not None else default
         return _schedule(eta), _schedule(scale)
 
     def _scale_rates(self, group: Group, optimizer: Optimizer) -> None:
@@ -191,12 +196,15 @@ class UpdatesTap:
                     f"Updates: expected a learning rate in every group of {type(optimizer).__name__}, got none:"
                     " pass exchange=Updates(lr_scale=1)"
                 )
-            self._rates.append((entry, entry["lr"]))
-            entry["lr"] = entry["lr"] * scale
+            rate = entry["lr"]
+            entry["lr"] = rate * scale
+            self._rates.append((entry, rate, entry["lr"]))
 
     def _restore_rates(self) -> None:
-        for entry, rate in self._rates:
-            entry["lr"] = rate
+        for entry, rate, scaled in self._rates:
+            # a rate that was set inside the step is the user's, for the next one
+            if entry["lr"] is scaled:
+                entry["lr"] = rate
         self._rates = []
 
     def _adopt(self, group: Group, optimizer: Optimizer) -> None:
@@ -271,10 +279,17 @@ class UpdatesTap:
         sparse, dense = picked.job.names, picked.job.dense_names
         weights, anchors = group.views(sparse), group.anchor.of(sparse)
         if outcome.mean is not None and picked.sent is not None:
-            for part in outcome.mean.parts:
-                for targets in (anchors, weights):
-                    scatter_add_(targets, part.values, part.indices, alpha=eta * outcome.mean.scale)
-            scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
+            parts, factor = outcome.mean.parts, eta * outcome.mean.scale
+            for part in parts:
+                scatter_add_(anchors, part.values, part.indices, alpha=factor)
+            if self._reducer.communicator.agreed:
+                # one sum, as each would be rounded in half-precision weights
+                moved = torch.cat([part.values for part in parts]) * factor - picked.sent.values
+                scatter_add_(weights, moved, picked.sent.indices)
+            else:
+                for part in parts:
+                    scatter_add_(weights, part.values, part.indices, alpha=factor)
+                scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
             if (rejected := outcome.mean.rejected) is not None:
                 scatter_add_(weights, rejected.values, rejected.indices)
         names = [*([] if outcome.mean is not None else sparse), *dense]

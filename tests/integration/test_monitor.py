@@ -81,7 +81,7 @@ def test_metrics_reach_callbacks_without_a_logger(ranks: list[dict[str, Any]]) -
     for rank in ranks:
         metrics = rank["manual watched"]["metrics"]
         assert 0.5 < metrics["sparse/unshared_over_update"] < 100
-        assert 0.29 < metrics["sparse/density"] < 0.31
+        assert 0.24 < metrics["sparse/density"] < 0.26
         assert "val_loss" in metrics
 
 
@@ -114,7 +114,7 @@ def test_the_other_tree_spawned_ranks_and_one_rank(tmp_path: Path) -> None:
     printed = run("spawn", tmp_path)
     assert printed.count("updates over 2 ranks, 12 steps") == 1
     results = torch.load(tmp_path / "rank0.pt")
-    assert 0.29 < results["spawn"]["metrics"]["sparse/density"] < 0.31
+    assert 0.24 < results["spawn"]["metrics"]["sparse/density"] < 0.26
     one = results["one rank"]
     assert set(one["metrics"]) == {"val_loss"}
     assert one["warned"] == []
