@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sparse.communicators import VirtualRanks
+from lightning_sparse.codecs import Quantized
+from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
 from lightning_sparse.protocols import Transport
+from lightning_sparse.sections import encode_sections
+from lightning_sparse.vector import SparseVector
 from tests.integration.loops import LOOPS
 
 
@@ -52,3 +55,29 @@ def test_bad_arguments() -> None:
         VirtualRanks(0)
     with pytest.raises(ValueError, match="expected buffers of one size"):
         VirtualRanks(2).run(lambda transport: transport.all_gather(torch.zeros(transport.rank + 1)))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_what_a_compressed_mean_rounds_away_leaves_later(bits: int) -> None:
+    """One block is averaged once, then zeros: the buffers empty, and the sum of all means is the mean."""
+    sent = [torch.randn(600, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    indices, codec = torch.arange(50, 650, dtype=torch.int32), Quantized(bits)
+
+    def task(transport: Transport) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+        lost, total, came, first = torch.zeros(700), torch.zeros(700), torch.zeros(700), 0.0
+        for step in range(60):
+            values = sent[transport.rank] if step == 0 else torch.zeros(600)
+            seen, wire = encode_sections(SparseVector(values, indices, 700), 3, codec)
+            mean = CompressedAllReduce().mean(seen, wire, codec, transport, lambda: [lost[:333], lost[333:]])
+            total += torch.stack([part.dense() for part in mean.parts]).sum(0)
+            came += seen.dense()
+            first = first or float(lost.norm())
+        return total, came, first, float(lost.norm())
+
+    results = VirtualRanks(3).run(task)
+    expected = torch.stack([came for _, came, _, _ in results]).mean(0)
+    for total, _, first, last in results:
+        assert torch.equal(total, results[0][0])
+        assert first > 0
+        assert last < 0.05 * first
+    torch.testing.assert_close(results[0][0], expected, rtol=0, atol=0.05 * float(expected.abs().max()))

@@ -135,6 +135,7 @@ def _bad_rank(transport: ProcessGroup, compressor: Any) -> Tensor:
     tap = make(transport, lambda step: 1.0 if step == 5 else 0.02, compressor)
     tap.step(0, normal(transport.rank), torch.ones(9))
     before = {name: x.clone() for name, x in tap.memory.state_dict()["residual"].items()}
+    lost = {name: x.clone() for name, x in tap.memory.state_dict()["lost"].items()}
     last = transport.rank == transport.world_size - 1
     owed = {name: x.clone() for name, x in before.items()}
     for where in ("sparse", "dense", "all"):
@@ -149,6 +150,7 @@ def _bad_rank(transport: ProcessGroup, compressor: Any) -> Tensor:
         for name, x in tap.memory.state_dict()["residual"].items():
             # bf16 on the wire: entries come back rounded, the rounding error never left
             torch.testing.assert_close(x, before[name] if last else owed[name], rtol=0, atol=0 if last else 1e-6)
+        assert all(torch.equal(x, lost[name]) for name, x in tap.memory.state_dict()["lost"].items()), where
     assert all(x.isfinite().all() for x in tap.memory.state_dict()["residual"].values())
     outcome = tap.step(2, normal(9 + transport.rank), torch.ones(9))
     assert outcome.finite
