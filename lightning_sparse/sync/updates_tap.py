@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lightning_sparse.sync.buffers import average, share_buffers
 from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.outside import Outside
+from lightning_sparse.sync.rates import Rates
 from lightning_sparse.sync.updates import Updates
 
 
@@ -54,7 +54,7 @@ class UpdatesTap:
         self._shared = False
         self._finished = False
         self._before: list[Tensor] | None = None
-        self._rates: list[tuple[dict[str, Any], Any, Any]] = []
+        self._rates = Rates()
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
             eta, lr_scale = self._factors(is_linear(optimizer))
@@ -69,17 +69,15 @@ class UpdatesTap:
         return next((group.steps for group in self._groups.values()), 0)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        # a step that failed and is tried again has left them scaled
-        self._restore_rates()
         group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(group.parameters)]
-        self._scale_rates(group, optimizer)
+        self._rates.scale(optimizer, float(group.lr_scale(group.steps)))
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._restore_rates()
+        self._rates.restore()
         group = self._group(optimizer)
         before, self._before = self._before, None
         if before is not None:
@@ -186,27 +184,6 @@ class UpdatesTap:
         scale = config.lr_scale if config.lr_scale is not None else default
         return _schedule(eta), _schedule(scale)
 
-    def _scale_rates(self, group: Group, optimizer: Optimizer) -> None:
-        scale = float(group.lr_scale(group.steps))
-        if scale == 1:
-            return
-        for entry in optimizer.param_groups:
-            if entry.get("lr") is None:
-                raise ValueError(
-                    f"Updates: expected a learning rate in every group of {type(optimizer).__name__}, got none:"
-                    " pass exchange=Updates(lr_scale=1)"
-                )
-            rate = entry["lr"]
-            entry["lr"] = rate * scale
-            self._rates.append((entry, rate, entry["lr"]))
-
-    def _restore_rates(self) -> None:
-        for entry, rate, scaled in self._rates:
-            # a rate that was set inside the step is the user's, for the next one
-            if entry["lr"] is scaled:
-                entry["lr"] = rate
-        self._rates = []
-
     def _adopt(self, group: Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
         count = sum(len(entry["params"]) for entry in optimizer.param_groups)
@@ -220,7 +197,7 @@ class UpdatesTap:
     @torch.no_grad()
     def _enter(self, together: bool) -> None:
         # an error in a step ends it without notice
-        self._restore_rates()
+        self._rates.restore()
         if self._shared or self._finished:
             return
         self._shared = True
@@ -228,7 +205,7 @@ class UpdatesTap:
 
     @torch.no_grad()
     def _end(self, together: bool) -> None:
-        self._restore_rates()
+        self._rates.restore()
         if self._finished:
             return
         self.leave_shared()
