@@ -20,8 +20,8 @@ BOARD = (
     "--recipes dense --ranks 4 8 --lr 4e-3",
     "--recipes blocks-1bit --density 0.25 --ranks 2 --lr 2e-3 4e-3",
     "--recipes blocks-1bit --density 0.25 --ranks 4 8 --lr 4e-3",
-    "--recipes blocks-2bit --density 0.5 --ranks 8 --lr 4e-3",
-    "--recipes blocks-4bit --density 1 --ranks 8 --lr 4e-3",
+    "--recipes blocks-2bit --density 0.5 --ranks 4 --lr 4e-3",
+    "--recipes blocks-4bit --density 1 --ranks 4 --lr 4e-3",
 )
 COMMON = "--example examples/train_lm.py --points 5 --steps 1000 --set batch_size=4"
 NAMES = {
@@ -57,6 +57,8 @@ def markdown() -> str:
         "|---|---|---|---|---|---|",
     ]
     for (ranks, recipe), found in sorted(best.items(), key=lambda item: (item[0][0], list(NAMES).index(item[0][1]))):
+        if (ranks, "dense") not in best:
+            continue
         dense = best[ranks, "dense"]
         sent = found["curve"]["bytes"][-1] / dense["curve"]["bytes"][-1]
         gap = loss(found) / loss(dense) - 1

@@ -55,8 +55,6 @@ BOARDS = {
             Case("`Updates(overlap=False)`", "--no-overlap"),
             Case("`Updates(lr_scale=1)`", "--lr-scale 1"),
             Case("`Quantized(2)`", "--bits 2"),
-            Case("`density=1`, `Quantized(1)`", "--density 1 --bits 1"),
-            Case("`Updates(every=4)`", "--every 4"),
             Case("`TopK()`: density 0.01, bf16 values, `anchor_step` sqrt(2)", "--compressor topk"),
         ),
     ),
