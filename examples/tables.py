@@ -1,6 +1,6 @@
 """Runs what the README's tables of losses need, keeps each finished run, and prints the tables as Markdown.
 
-python examples/tables.py                 # runs what is missing, then prints (about half an hour on two cores)
+python examples/tables.py                 # runs what is missing, then prints (about twenty minutes on two cores)
 python examples/tables.py --print         # prints what is there
 """
 
@@ -45,19 +45,6 @@ RESIDUAL = Case("`Gradients` + `Residual`", "--strategy sparse_ddp --exchange gr
 MOMENTUM = Case("`Gradients` + `MomentumResidual`", "--strategy sparse_ddp --exchange gradients --memory momentum")
 BOARDS = {
     "lm-300": Board("Language model, AdamW, 300 steps", "train_lm.py", "--max-steps 300", 3, (DDP, DEFAULT)),
-    "choices": Board(
-        "Language model, AdamW, 300 steps: one option changed",
-        "train_lm.py",
-        "--max-steps 300 --strategy sparse_ddp",
-        1,
-        (
-            Case("default: `WeightBlocks`, density 0.25, 1 bit, overlap, `lr_scale` sqrt(2)", ""),
-            Case("`Updates(overlap=False)`", "--no-overlap"),
-            Case("`Updates(lr_scale=1)`", "--lr-scale 1"),
-            Case("`Quantized(2)`", "--bits 2"),
-            Case("`TopK()`: density 0.01, bf16 values, `anchor_step` sqrt(2)", "--compressor topk"),
-        ),
-    ),
     "lm-1000": Board(
         "Language model, AdamW, 1000 steps",
         "train_lm.py",

@@ -53,3 +53,18 @@ def test_an_example_must_offer_a_problem(arguments: list[str], tmp_path: Path) -
     arguments[3] = str(tmp_path / "missing.py")
     with pytest.raises(SystemExit, match="expected an example script"):
         main(arguments)
+
+
+def test_more_arguments_reach_the_problem(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "import train_lm\n"
+        "def problem(seed, lr, max_steps, world_size, batch_size, name):\n"
+        "    assert (batch_size, name) == (2, 'x')\n"
+        "    raise SystemExit('reached')\n"
+    )
+    arguments[3] = str(tmp_path / "small.py")
+    with pytest.raises(SystemExit, match="reached"):
+        main([*arguments, "--set", "batch_size=2", "name=x"])
+    with pytest.raises(SystemExit, match="--set expected NAME=VALUE, got 'batch_size'"):
+        main([*arguments, "--set", "batch_size"])

@@ -47,7 +47,9 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(EXAMPLES)
     before = set(sys.modules)
     yield importlib.import_module
-    for name in {"cli", "common", "corpus", "report", "train_digits", "train_lm"} & (set(sys.modules) - before):
+    for name in {"cli", "common", "corpus", "frontier", "report", "tables", "train_digits", "train_lm"} & (
+        set(sys.modules) - before
+    ):
         del sys.modules[name]
 
 
@@ -159,3 +161,11 @@ def test_refuses_options_that_do_not_fit(
     with pytest.raises(SystemExit):
         cli.parse(cli.make_parser("", max_steps=1, batch_size=1, lr=0.1))
     assert message in capsys.readouterr().err
+
+
+def test_the_readme_holds_the_tables_that_the_results_give(load: Any) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    tables = load("tables")
+    for key in tables.BOARDS:
+        assert tables.markdown(key) in readme, f"run examples/tables.py --print {key}"
+    assert load("frontier").markdown() in readme, "run examples/frontier.py --print"
