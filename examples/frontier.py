@@ -20,14 +20,14 @@ BOARD = (
     "--recipes dense --ranks 4 8 --lr 4e-3",
     "--recipes blocks-1bit --density 0.25 --ranks 2 --lr 2e-3 4e-3",
     "--recipes blocks-1bit --density 0.25 --ranks 4 8 --lr 4e-3",
-    "--recipes blocks-2bit --density 0.5 --ranks 4 --lr 4e-3",
+    "--recipes blocks-1bit-serial --density 0.25 --ranks 4 --lr 4e-3",
     "--recipes blocks-4bit --density 1 --ranks 4 --lr 4e-3",
 )
 COMMON = "--example examples/train_lm.py --points 5 --steps 1000 --set batch_size=4"
 NAMES = {
     "dense": "dense",
     "blocks-1bit": "`sparse_ddp`, default",
-    "blocks-2bit": "`density=0.5, codec=Quantized(2)`",
+    "blocks-1bit-serial": "`exchange=Updates(overlap=False)`",
     "blocks-4bit": "`density=1, codec=Quantized(4)`",
 }
 
