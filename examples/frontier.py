@@ -21,7 +21,7 @@ BOARD = (
     "--recipes blocks-1bit --density 0.25 --ranks 2 --lr 2e-3 4e-3",
     "--recipes blocks-1bit --density 0.25 --ranks 4 8 --lr 4e-3",
     "--recipes blocks-1bit-serial --density 0.25 --ranks 4 --lr 4e-3",
-    "--recipes blocks-4bit --density 1 --ranks 4 --lr 4e-3",
+    "--recipes blocks-4bit gradients-4bit --density 1 --ranks 4 --lr 4e-3",
 )
 COMMON = "--example examples/train_lm.py --points 5 --steps 1000 --set batch_size=4"
 NAMES = {
@@ -29,6 +29,7 @@ NAMES = {
     "blocks-1bit": "`sparse_ddp`, default",
     "blocks-1bit-serial": "`exchange=Updates(overlap=False)`",
     "blocks-4bit": "`density=1, codec=Quantized(4)`",
+    "gradients-4bit": "`exchange=Gradients(), density=1, codec=Quantized(4)`",
 }
 
 
