@@ -100,20 +100,18 @@ class Reducer:
     def exchange(self, picked: Picked) -> Outcome:
         """Step 5 of the loop: the mean over ranks. Every rank calls it in the same order."""
         start, decoding = time.perf_counter(), self._codec.seconds
-        mean = None
+        job, mean = picked.job, None
         if picked.sent is not None and picked.wire is not None:
-            job = picked.job
             mean = self.communicator.mean(
                 picked.sent, picked.wire, self._codec, self.transport, lambda: job.memory.lost(job.names, job.inputs)
             )
             if mean.rejected is not None and picked.finite:
-                picked.job.memory.give_back(picked.job.names, mean.rejected)
+                job.memory.give_back(job.names, mean.rejected)
         tail = picked.tail.clone()
         if tail.numel():
             self.transport.all_reduce_mean_(tail)
         finite = bool(tail.isfinite().all()) and (mean is None or mean.finite)
         if picked.sent is None and finite:
-            job = picked.job
             job.memory.discard_all([name for name in job.names if name not in job.idle])
         decoding = self._codec.seconds - decoding
         self._count("exchange", start + decoding)

@@ -23,12 +23,12 @@ class Buffer:
         self._capacity = indices.numel()
         start, last = torch.stack([indices[0], indices.max()]).tolist() if self._capacity else (0, -1)
         self._count = last - start + 1
+        self._empty = indices.new_zeros(0, dtype=torch.float32)
         self._parts = [v[a:b] for v, a, b in overlaps(pieces, start, self._count) if a < b]
 
     def read(self) -> Tensor:
         """[capacity] float32, 0 for padding."""
-        values = torch.cat(self._parts) if self._parts else torch.zeros(0)
-        return F.pad(values, (0, self._capacity - self._count))
+        return F.pad(torch.cat([self._empty, *self._parts]), (0, self._capacity - self._count))
 
     def write(self, values: Tensor) -> None:
         """Replace the entries by [capacity] values; those of padding are dropped."""
