@@ -200,6 +200,12 @@ class Tap(Protocol):
     def after_step(self, optimizer: Any) -> None:
         """Called after every optimizer step, skipped ones included."""
 
+    def begin_update(self, optimizer: Any) -> None:
+        """Called before the optimizer moves weights, its closure done; not for skipped steps."""
+
+    def end_update(self, optimizer: Any) -> None:
+        """Called once the optimizer has moved weights."""
+
     def check(self) -> None:
         """Raise what went wrong in an exchange since the last call."""
 

@@ -53,7 +53,7 @@ class Reducer:
         self.last: dict[str, Picked] = {}
         self._codec = _TimedCodec(codec)
         self._sections = communicator.sections(transport.world_size)
-        self._seed = seed
+        self.seed = seed
         self._lock = threading.Lock()
         self._worker = Worker(device)
 
@@ -66,6 +66,10 @@ class Reducer:
         """Run only the exchange on the worker: what leaves was picked by the caller."""
         self._begin()
         return self._worker.submit(lambda: self.exchange(picked))
+
+    def submit_mean(self, buffer: Tensor) -> Future[Tensor]:
+        """Average a small buffer over ranks, behind the exchanges in flight: same shape and dtype."""
+        return self._worker.submit(lambda: self.transport.all_reduce_mean_(buffer))
 
     def call(self, task: Callable[[], _T]) -> _T:
         """Run ``task`` on the worker, behind every exchange in flight, and wait: nobody else uses the transport."""
@@ -150,7 +154,7 @@ class Reducer:
         picked = []
         for group, name in zip(groups, job.names if by_layer else [job.name], strict=True):
             capacity = self.compressor.capacity(group.numel, density)
-            picked.append(self.compressor.compress(group, capacity, Draw(self._seed, job.step, name)))
+            picked.append(self.compressor.compress(group, capacity, Draw(self.seed, job.step, name)))
         return concatenate(picked)
 
     def _refuse(self, job: Job, density: float) -> Picked:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.codecs import Quantized, Raw
-from lightning_sparse.communicators import AllGather, CompressedAllReduce, VirtualRanks
+from lightning_sparse.codecs import Quantized
+from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.compressors import TopK, WeightBlocks
 from lightning_sparse.memory import MomentumResidual, Residual, gather
@@ -21,6 +23,8 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, exponential_warmup, piecewise
 from lightning_sparse.sync import Updates
 from lightning_sparse.sync.flat import flat_view, is_small
+from lightning_sparse.sync.rates import Rates
+from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 from lightning_sparse.vector import SparseVector, concatenate
 
@@ -140,41 +144,118 @@ def test_ring_bytes() -> None:
     assert ring_bytes(1000, 1) == 0
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
-def test_learning_rates_are_scaled_inside_a_step_only(lr: float | Tensor) -> None:
-    """sqrt(world_size) for an adaptive optimizer over agreed entries; also where the step fails."""
+def run_steps(
+    transport: Transport, optimizer: torch.optim.Optimizer, gradient: Callable[[int, int], Tensor], steps: int
+) -> UpdatesTap:
+    """Steps with ``gradient(rank, step)`` in every weight."""
+    module = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    tap = make_tap(transport, optimizer, module)
+    told = Steps(tap, [optimizer])
+    for step in range(steps):
+        for p in module:
+            p.grad = gradient(transport.rank, step).expand(p.shape).clone()
+        optimizer.step()
+    told.close()
+    return tap
+
+
+def noise(rank: int, step: int) -> Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        (lambda rank, step: noise(0, step), 1.0),
+        # noise alone: its mean over 4 ranks is half as large
+        (noise, 2.0),
+        # signal and noise of equal power: |mean|^2 / |each|^2 = (1 + 1 / 4) / 2, and 0.625 ** -0.5 rounds to 2 ** 0.25
+        (lambda rank, step: noise(9, step) + noise(rank, step), 2**0.25),
+    ],
+)
+def test_agreement_gives_back_the_length_that_averaging_takes(
+    gradient: Callable[[int, int], Tensor], expected: float
+) -> None:
+    """With SGD without momentum a step is the gradient, so the factor has a closed form; the same on all ranks."""
 
     def task(transport: Transport) -> list[float]:
-        module, seen = nn.Linear(8, 8), []
-        optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0)
-        reducer = Reducer(
-            WeightBlocks(), Quantized(1), CompressedAllReduce(), transport, constant(0.5), torch.device("cpu")
-        )
-        tap = UpdatesTap(Updates(overlap=False), reducer, module, [optimizer], lambda _: False)
-        module(torch.ones(1, 8)).sum().backward()
-        tap.before_step(optimizer)
-        seen.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        tap.after_step(optimizer)
-        seen.append(float(optimizer.param_groups[0]["lr"]))
-        tap.before_step(optimizer)
-        # the step raised: a checkpoint of what is left is asked for
-        with tap.shared(together=False):
-            seen.append(float(optimizer.param_groups[0]["lr"]))
-        reducer.close()
-        return seen
+        weight = nn.Parameter(torch.zeros(64, 64))
+        tap = run_steps(transport, torch.optim.SGD([weight], lr=0.01), gradient, 60)
+        return list(tap.lr_scales().values())
 
-    for seen in VirtualRanks(4).run(task):
-        assert seen == pytest.approx([0.2, 0.1, 0.1])
+    for factors in VirtualRanks(4).run(task):
+        assert factors == [expected]
+
+
+def test_agreement_ignores_weights_that_nobody_moves_and_is_1_at_first() -> None:
+    def task(transport: Transport) -> list[float]:
+        moved, still = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+        optimizer = torch.optim.SGD([{"params": [moved]}, {"params": [still], "lr": 0.0}], lr=0.01)
+        factors = run_steps(transport, optimizer, noise, 1).lr_scales()
+        return [*factors.values(), *run_steps(transport, optimizer, noise, 12).lr_scales().values()]
+
+    for factors in VirtualRanks(4).run(task):
+        assert factors == [1.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_rates_are_scaled_while_weights_move_and_never_in_the_closure(lr: float | Tensor) -> None:
+    """Each parameter by its own factor; groups, what is noted in them, and rates set by a closure stay the user's."""
+    seen: list[list[float]] = []
+
+    class Probe(torch.optim.SGD):
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            if closure is not None:
+                closure()
+            seen.append([float(group["lr"]) for group in self.param_groups for _ in group["params"]])
+            for group in self.param_groups:
+                group["noted"] = True
+
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizer = Probe([{"params": weights[:2]}, {"params": weights[2:], "lr": 1.0}], lr=lr)
+    groups, rates = list(optimizer.param_groups), Rates()
+    factors = dict(zip(weights, (1.0, 2.0, 3.0), strict=True))
+
+    class Tap:
+        def before_step(self, _: Any) -> None: ...
+        def after_step(self, _: Any) -> None: ...
+        def begin_update(self, optimizer: Any) -> None:
+            rates.scale(optimizer, factors.__getitem__)
+
+        def end_update(self, _: Any) -> None:
+            rates.restore()
+
+    def closure() -> None:
+        assert optimizer.param_groups == groups
+        groups[1]["lr"] = 5.0
+
+    Steps(Tap(), [optimizer])  # type: ignore[arg-type]
+    optimizer.step()
+    optimizer.step(closure)
+    optimizer.step(closure=closure)
+    assert seen == [pytest.approx(x) for x in ([0.1, 0.2, 3.0], [0.1, 0.2, 15.0], [0.1, 0.2, 15.0])]
+    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+    assert [float(group["lr"]) for group in groups] == pytest.approx([0.1, 5.0])
+    assert all(group["noted"] for group in groups)
+
+
+def test_rates_after_a_failed_step_and_with_a_group_that_came_during_one() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer, rates = torch.optim.SGD([weight], lr=0.1), Rates()
+    for _ in range(2):  # the first one raised
+        rates.scale(optimizer, lambda _: 2.0)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    rates.restore()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
 
 
 def test_optimizers_without_a_learning_rate_are_refused() -> None:
     def task(transport: Transport) -> None:
-        module = nn.Linear(8, 8)
-        optimizer = torch.optim.AdamW(module.parameters())
+        weight = nn.Parameter(torch.zeros(8, 8))
+        optimizer = torch.optim.AdamW([weight])
         optimizer.param_groups[0]["lr"] = None
-        reducer = Reducer(WeightBlocks(), Raw(), AllGather(), transport, constant(0.5), torch.device("cpu"))
-        UpdatesTap(Updates(), reducer, module, [optimizer], lambda _: False).before_step(optimizer)
+        make_tap(transport, optimizer, nn.ParameterList([weight]))
 
     with pytest.raises(ValueError, match=r"expected a learning rate in every group of AdamW.*lr_scale=1"):
         VirtualRanks(2).run(task)
@@ -183,28 +264,7 @@ def test_optimizers_without_a_learning_rate_are_refused() -> None:
 def make_tap(transport: Transport, optimizer: torch.optim.Optimizer, module: nn.Module) -> UpdatesTap:
     parts = (WeightBlocks(), Quantized(1), CompressedAllReduce())
     reducer = Reducer(*parts, transport, constant(0.25), torch.device("cpu"))
-    return UpdatesTap(Updates(overlap=False), reducer, module, [optimizer], lambda _: False)
-
-
-def test_a_failed_step_and_a_rate_set_inside_one() -> None:
-    def task(transport: Transport) -> list[float]:
-        module = nn.Linear(8, 8)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        tap, group, seen = make_tap(transport, optimizer, module), optimizer.param_groups[0], []
-        module(torch.ones(1, 8)).sum().backward()
-        tap.before_step(optimizer)  # this one raises, and the user tries again
-        tap.before_step(optimizer)
-        seen.append(group["lr"])
-        tap.after_step(optimizer)
-        seen.append(group["lr"])
-        tap.before_step(optimizer)
-        group["lr"] = 0.05  # a closure may do so
-        tap.after_step(optimizer)
-        seen.append(group["lr"])
-        return seen
-
-    for seen in VirtualRanks(4).run(task):
-        assert seen == pytest.approx([0.2, 0.1, 0.05])
+    return UpdatesTap(Updates(), reducer, module, [optimizer], lambda _: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -218,13 +278,12 @@ def test_frozen_weights_stay_where_they_are(dtype: torch.dtype) -> None:
         module = copy.deepcopy(start)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         tap = make_tap(transport, optimizer, module)
+        Steps(tap, [optimizer])
         for step in range(12):
             optimizer.zero_grad()
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + transport.rank)).to(dtype)
             module(x).square().mean().backward()
-            tap.before_step(optimizer)
             optimizer.step()
-            tap.after_step(optimizer)
         tap.finish()
         return module
 

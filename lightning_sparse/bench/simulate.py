@@ -21,6 +21,7 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
 from lightning_sparse.sync import Gradients, Updates
 from lightning_sparse.sync.gradients import GradientsTap
+from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
 
@@ -111,6 +112,8 @@ class _Rank:
         else:
             config = recipe.exchange if isinstance(recipe.exchange, Gradients) else Gradients()
             self.tap = GradientsTap(config, self.reducer, recipe.memory(), self.module, False, lambda: 1.0)
+        # tells the tap of every step
+        self.steps = Steps(self.tap, [self.optimizer])
 
     def train(self, steps: int, every: int, tick: Callable[[], None]) -> Curve:
         curve, batches = Curve(), self._batches()
@@ -135,9 +138,7 @@ class _Rank:
             bucket.write()
         if self.problem.clip is not None:
             nn.utils.clip_grad_norm_(self.weights, self.problem.clip)
-        self.tap.before_step(self.optimizer)
         self.optimizer.step()
-        self.tap.after_step(self.optimizer)
         if self.scheduler is not None:
             self.scheduler.step()
 

@@ -107,6 +107,12 @@ class GradientsTap:
     def after_step(self, optimizer: Any) -> None:
         """Nothing: the exchange happens in the backward pass."""
 
+    def begin_update(self, optimizer: Any) -> None:
+        """Nothing: what was exchanged is in the gradients."""
+
+    def end_update(self, optimizer: Any) -> None:
+        """Nothing."""
+
     def check(self) -> None:
         error, self._error = self._error, None
         if error is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,28 @@ class Steps:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._inside:
             self._tap.before_step(optimizer)
+        # step(self, closure): what runs in the closure is still the user's, weights move behind it
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._then_begin(args[1], optimizer), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._then_begin(kwargs["closure"], optimizer)}
+        self._tap.begin_update(optimizer)
+        return None
+
+    def _then_begin(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        def wrapped() -> Any:
+            # an optimizer may call it again
+            self._tap.end_update(optimizer)
+            result = closure()
+            self._tap.begin_update(optimizer)
+            return result
+
+        return wrapped
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._tap.end_update(optimizer)
         if not self._inside:
             self._tap.after_step(optimizer)

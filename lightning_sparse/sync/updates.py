@@ -41,7 +41,7 @@ class Updates:
     every: int = 1
     anchor_step: float | Schedule | None = None
     lr_scale: float | Schedule | None = None
-    overlap: bool = True
+    overlap: bool = False
     dense_below: int | None = None
     name: str = field(init=False, default="updates")
 

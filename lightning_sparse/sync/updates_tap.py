@@ -15,11 +15,12 @@ from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Schedule
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
+from lightning_sparse.sync.agreement import Agreement
 from lightning_sparse.sync.buffers import average, share_buffers
 from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.outside import Outside
-from lightning_sparse.sync.rates import Rates
+from lightning_sparse.sync.rates import Rates, check_rates
 from lightning_sparse.sync.updates import Updates
 
 
@@ -57,8 +58,10 @@ class UpdatesTap:
         self._rates = Rates()
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
-            eta, lr_scale = self._factors(is_linear(optimizer))
-            group = Group(f"optimizer {position}", eta, lr_scale)
+            name = f"optimizer {position}"
+            group = Group(name, *self._factors(name, is_linear(optimizer)))
+            if isinstance(group.lr_scale, Agreement):
+                check_rates(optimizer)
             self._groups[id(optimizer)] = group
             self._adopt(group, optimizer)
         self._outside = Outside(self._unowned.values())
@@ -68,17 +71,29 @@ class UpdatesTap:
         """Steps of the first optimizer."""
         return next((group.steps for group in self._groups.values()), 0)
 
+    def lr_scales(self) -> dict[str, float]:
+        """The factor on the learning rate of the next step, by parameter name."""
+        return {name: group.rate()(p) for group in self._groups.values() for name, p in group.parameters.items()}
+
     def before_step(self, optimizer: Optimizer) -> None:
         group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(group.parameters)]
-        self._rates.scale(optimizer, float(group.lr_scale(group.steps)))
+        if isinstance(group.lr_scale, Agreement):
+            group.lr_scale.before_step(group.steps, group.by_name())
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        self._rates.scale(optimizer, self._group(optimizer).rate())
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        self._rates.restore()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._rates.restore()
         group = self._group(optimizer)
+        if isinstance(group.lr_scale, Agreement):
+            group.lr_scale.after_step(group.by_name())
         before, self._before = self._before, None
         if before is not None:
             moved = zip(group.views(group.parameters), before, strict=True)
@@ -172,17 +187,21 @@ class UpdatesTap:
                 squares += float((view.float() - anchor).double().square().sum())
         return {"left": math.sqrt(squares), "input": math.hypot(*(group.moved for group in self._groups.values()))}
 
-    def _factors(self, is_linear: bool) -> tuple[Schedule, Schedule]:
-        """Schedules of the anchor step and of the learning rate's scale for one optimizer."""
-        config = self._config
-        # local Adam divides by the noise of one rank's gradient, dense Adam by that of the mean
-        factor = 1.0 if is_linear else math.sqrt(self._reducer.transport.world_size)
+    def _factors(self, name: str, is_linear: bool) -> tuple[Schedule, Schedule | Agreement]:
+        """The anchor step and the learning rate's scale for one optimizer."""
+        config, eta = self._config, self._config.anchor_step
         agreed = self._reducer.compressor.agreed
-        eta = config.anchor_step if config.anchor_step is not None else (1.0 if agreed else factor)
-        # whoever gives an anchor step has put the factor there
-        default = factor if agreed and config.anchor_step is None else 1.0
-        scale = config.lr_scale if config.lr_scale is not None else default
-        return _schedule(eta), _schedule(scale)
+        if config.lr_scale is not None:
+            scale: Schedule | Agreement = _schedule(config.lr_scale)
+        elif agreed and not is_linear and eta is None:
+            scale = Agreement(name, self._reducer)
+        else:
+            # whoever gives an anchor step has put the factor there
+            scale = constant(1.0)
+        if eta is None:
+            # local Adam divides by the noise of one rank's gradient, dense Adam by that of the mean
+            eta = 1.0 if agreed or is_linear else math.sqrt(self._reducer.transport.world_size)
+        return _schedule(eta), scale
 
     def _adopt(self, group: Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
