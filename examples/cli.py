@@ -28,6 +28,8 @@ def make_parser(description: str, *, max_steps: int, batch_size: int, lr: float)
     parser.add_argument("--bits", type=int, choices=[1, 2, 4, 8], help="on the wire, with blocks")
     parser.add_argument("--anchor-step", type=float, help="for updates only; unset: the strategy's default")
     parser.add_argument("--lr-scale", type=float, help="for updates only; unset: the strategy's default")
+    parser.add_argument("--outer-momentum", type=float, help="for updates only")
+    parser.add_argument("--decay", type=float, help="of unshared progress, for updates only")
     parser.add_argument("--every", type=int, help="steps between exchanges, for updates only")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="for updates only")
     parser.add_argument("--accelerator", default="auto")
@@ -49,7 +51,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.memory == "momentum" and options.exchange != "gradients":
         parser.error("--memory momentum needs --exchange gradients")
     if options.exchange == "gradients" and updates_arguments(options):
-        parser.error("--every, --anchor-step, --lr-scale and --overlap do not go with --exchange gradients")
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in updates_arguments(options))
+        parser.error(f"{given}: for updates only, got --exchange gradients")
     if options.values and options.bits:
         parser.error("--values goes with --compressor topk or sampled, --bits with blocks: give one of them")
     if options.bits and options.compressor in ("topk", "sampled"):
@@ -78,7 +81,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def updates_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Updates` that were given on the command line."""
-    names = ("every", "anchor_step", "lr_scale", "overlap")
+    names = ("every", "anchor_step", "lr_scale", "outer_momentum", "decay", "overlap")
     given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 

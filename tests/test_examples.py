@@ -148,7 +148,7 @@ def test_last_step_is_validated(load: Any, steps: int, interval: int) -> None:
     [
         (["--memory", "momentum"], "--memory momentum needs --exchange gradients"),
         (["--strategy", "sparse_ddp_spawn"], "expected a strategy whose ranks return to this script"),
-        (["--no-overlap", "--exchange", "gradients"], "--every, --anchor-step, --lr-scale and --overlap do not"),
+        (["--no-overlap", "--exchange", "gradients"], "--overlap: for updates only, got --exchange gradients"),
         (["--compare", "foo"], "expected a registered strategy"),
         (["--max-steps", "0"], "--max-steps must be at least 1, got 0"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from statistics import fmean
 
 from rich.table import Table
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_sparse.callbacks.table import make_table
 from lightning_sparse.callbacks.window import Window
 from lightning_sparse.job import Picked
 from lightning_sparse.strategy import SparseDDP
+from lightning_sparse.sync.updates_tap import UpdatesTap
 
 _RATIO = {"gradients": "residual_over_gradient", "updates": "unshared_over_update"}
 
@@ -53,6 +55,8 @@ class Record:
         if norms["input"] > 0:
             # weighted, so that the mean is not that of the few steps that hardly moved
             figures[_RATIO[self._tap.name]] = self._ratio(norms["left"] / norms["input"], norms["input"])
+        if isinstance(self._tap, UpdatesTap) and (scales := self._tap.lr_scales()):
+            figures["lr_scale"] = fmean(scales.values())
         traffic = self._since.look()
         if traffic is None:
             return figures

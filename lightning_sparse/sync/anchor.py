@@ -22,6 +22,7 @@ class Anchor:
     def __init__(self) -> None:
         self.flat: dict[str, Tensor] = {}
         self._lost = Buffers()
+        self._outer = Buffers()
 
     def add(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """Anchor these weights where they are. Ranks must agree on them."""
@@ -31,11 +32,16 @@ class Anchor:
     def restart(self, names: Sequence[str], weights: Sequence[Tensor]) -> None:
         """As ``add``, and owe nothing of before."""
         self._lost.clear()
+        self._outer.clear()
         self.add(names, weights)
 
     def of(self, names: Sequence[str]) -> list[Tensor]:
         """The anchor of each name: [n] float32."""
         return [self.flat[name] for name in names]
+
+    def outer(self, names: Sequence[str]) -> list[Tensor]:
+        """The outer momentum of each name: [n] float32, zeros at first."""
+        return self._outer.of(names, self.of(names))
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """Nothing depends on the whole."""
@@ -69,8 +75,9 @@ class Anchor:
         return 0.0
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        return {"anchor": dict(self.flat), "lost": dict(self._lost)}
+        return {"anchor": dict(self.flat), "lost": dict(self._lost), "outer": dict(self._outer)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.flat = {name: buffer.float().clone() for name, buffer in state["anchor"].items()}
         self._lost.load(state["lost"])
+        self._outer.load(state["outer"])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sparse.job import Job
-from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Schedule
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
@@ -19,6 +18,7 @@ from lightning_sparse.sync.agreement import Agreement
 from lightning_sparse.sync.buffers import average, share_buffers
 from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
+from lightning_sparse.sync.merge import merge
 from lightning_sparse.sync.outside import Outside
 from lightning_sparse.sync.rates import Rates, check_rates
 from lightning_sparse.sync.updates import Updates
@@ -50,6 +50,11 @@ class UpdatesTap:
         self._reducer = reducer
         self._module = module
         self._groups: dict[int, Group] = {}
+        if config.outer_momentum and not reducer.compressor.agreed:
+            raise ValueError(
+                f"Updates: outer_momentum needs entries that are the same on every rank, got {reducer.compressor}:"
+                " use compressor=WeightBlocks() or density=1"
+            )
         default = 0 if reducer.compressor.agreed else 1024
         self._dense_below = config.dense_below if config.dense_below is not None else default
         self._shared = False
@@ -269,32 +274,7 @@ class UpdatesTap:
                 f"Updates: expected finite weights on every rank, got NaN or inf on at least one after"
                 f" {group.steps} steps ({group.name}); the anchor is untouched: lower the learning rate or clip"
             )
-        picked = outcome.picked
-        eta = float(group.eta(picked.job.step))
-        # the names of the job, not of the group: the optimizer may have got more parameters since
-        sparse, dense = picked.job.names, picked.job.dense_names
-        weights, anchors = group.views(sparse), group.anchor.of(sparse)
-        if outcome.mean is not None and picked.sent is not None:
-            parts, factor = outcome.mean.parts, eta * outcome.mean.scale
-            for part in parts:
-                scatter_add_(anchors, part.values, part.indices, alpha=factor)
-            if self._reducer.communicator.agreed:
-                # one sum, as each would be rounded in half-precision weights
-                moved = torch.cat([part.values for part in parts]) * factor - picked.sent.values
-                scatter_add_(weights, moved, picked.sent.indices)
-            else:
-                for part in parts:
-                    scatter_add_(weights, part.values, part.indices, alpha=factor)
-                scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
-            if (rejected := outcome.mean.rejected) is not None:
-                scatter_add_(weights, rejected.values, rejected.indices)
-        names = [*([] if outcome.mean is not None else sparse), *dense]
-        views, anchors = group.views(names), group.anchor.of(names)
-        sizes = [view.numel() for view in views]
-        rows = zip(views, anchors, outcome.tail.split(sizes), picked.tail.split(sizes), strict=True)
-        for view, anchor, mean, sent in rows:
-            anchor.add_(mean, alpha=eta)
-            view.add_(mean, alpha=eta).sub_(sent)
+        merge(group, outcome, self._config, self._reducer.communicator.agreed)
 
 
 def _schedule(value: float | Schedule) -> Schedule:

@@ -1,0 +1,82 @@
+"""What an exchange brought, added to the anchor and to this rank's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.communicators.buffer import Buffer
+from lightning_sparse.job import Outcome
+from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.sync.group import Group
+from lightning_sparse.sync.updates import Updates
+from lightning_sparse.vector import SparseVector
+
+
+@torch.no_grad()
+def merge(group: Group, outcome: Outcome, config: Updates, agreed: bool) -> None:
+    """``x += step ; p += step - picked`` where something was picked, and what ``config`` asks for beyond.
+
+    Args:
+        group: whose weights and anchor are changed.
+        outcome: of its last exchange, finite.
+        config: the outer momentum, its form, and the decay.
+        agreed: whether all ranks have picked the same entries.
+    """
+    picked = outcome.picked
+    eta = float(group.eta(picked.job.step))
+    # the names of the job, not of the group: the optimizer may have got more parameters since
+    sparse, dense = list(picked.job.names), list(picked.job.dense_names)
+    if outcome.mean is not None and picked.sent is not None:
+        weights, anchors = group.views(sparse), group.anchor.of(sparse)
+        parts, factor = outcome.mean.parts, eta * outcome.mean.scale
+        if config.outer_momentum:
+            outer = group.anchor.outer(sparse)
+            parts = [_with_momentum(part, Buffer(outer, part.indices), config) for part in parts]
+        for part in parts:
+            scatter_add_(anchors, part.values, part.indices, alpha=factor)
+        if agreed:
+            # one sum, as each would be rounded in half-precision weights
+            moved = torch.cat([part.values for part in parts]) * factor - picked.sent.values
+            scatter_add_(weights, moved, picked.sent.indices)
+        else:
+            for part in parts:
+                scatter_add_(weights, part.values, part.indices, alpha=factor)
+            scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
+        if (rejected := outcome.mean.rejected) is not None:
+            scatter_add_(weights, rejected.values, rejected.indices)
+        if config.decay != 1:
+            for weight, anchor in zip(weights, anchors, strict=True):
+                _decay(weight, anchor, config.decay)
+    names = [*([] if outcome.mean is not None else sparse), *dense]
+    views, anchors = group.views(names), group.anchor.of(names)
+    sizes = [view.numel() for view in views]
+    steps = list(outcome.tail.split(sizes))
+    if config.outer_momentum:
+        steps = [_outer_step(x, buffer, config) for x, buffer in zip(steps, group.anchor.outer(names), strict=True)]
+    for view, anchor, step, sent in zip(views, anchors, steps, picked.tail.split(sizes), strict=True):
+        anchor.add_(step, alpha=eta)
+        view.add_(step, alpha=eta).sub_(sent)
+    if config.decay != 1:
+        for view, anchor in zip(views, anchors, strict=True):
+            _decay(view, anchor, config.decay)
+
+
+def _outer_step(mean: Tensor, momentum: Tensor, config: Updates) -> Tensor:
+    """The step that heavy-ball or Nesterov momentum makes of a mean; ``momentum`` is brought up to date in place."""
+    momentum.mul_(config.outer_momentum).add_(mean)
+    return mean + config.outer_momentum * momentum if config.nesterov else momentum.clone()
+
+
+def _with_momentum(part: SparseVector, buffer: Buffer, config: Updates) -> SparseVector:
+    momentum = buffer.read()
+    step = _outer_step(part.values, momentum, config)
+    buffer.write(momentum)
+    return replace(part, values=step)
+
+
+def _decay(weight: Tensor, anchor: Tensor, keep: float) -> None:
+    """``p = x + keep * (p - x)``: what is still to be shared is forgotten slowly."""
+    weight.copy_(anchor + keep * (weight.float() - anchor))
