@@ -27,7 +27,10 @@ from lightning_sparse.sync.updates_tap import UpdatesTap
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained: a LightningModule with one optimizer, its data, and the norm that gradients are clipped to."""
+    """What is trained: a LightningModule, its data, and the norm that gradients are clipped to.
+
+    All of its optimizers step on the same loss; schedulers step with them.
+    """
 
     module: Any
     train: DataLoader[Any]
@@ -94,12 +97,7 @@ class _Rank:
         self.logged: dict[str, float] = {}
         self.module.log = self._log
         self.module.log_dict = self._log_dict
-        configured = self.module.configure_optimizers()
-        self.scheduler = None
-        if isinstance(configured, dict):
-            self.scheduler = configured["lr_scheduler"]["scheduler"]
-            configured = configured["optimizer"]
-        self.optimizer: torch.optim.Optimizer = configured
+        self.optimizers, self.schedulers = _configured(self.module)
         self.problem, self.recipe, self.transport = problem, recipe, transport
         self.weights = [p for p in self.module.parameters() if p.requires_grad]
         # dense training is density 1 through the same reducer
@@ -108,12 +106,12 @@ class _Rank:
         self.reducer = Reducer(recipe.compressor, recipe.codec, recipe.communicator, transport, share, device)
         self.tap: GradientsTap | UpdatesTap
         if isinstance(recipe.exchange, Updates):
-            self.tap = UpdatesTap(recipe.exchange, self.reducer, self.module, [self.optimizer], is_linear)
+            self.tap = UpdatesTap(recipe.exchange, self.reducer, self.module, self.optimizers, is_linear)
         else:
             config = recipe.exchange if isinstance(recipe.exchange, Gradients) else Gradients()
             self.tap = GradientsTap(config, self.reducer, recipe.memory(), self.module, False, lambda: 1.0)
         # tells the tap of every step
-        self.steps = Steps(self.tap, [self.optimizer])
+        self.steps = Steps(self.tap, self.optimizers)
 
     def train(self, steps: int, every: int, tick: Callable[[], None]) -> Curve:
         curve, batches = Curve(), self._batches()
@@ -129,7 +127,7 @@ class _Rank:
         return curve
 
     def _step(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         self.module.training_step(batch).backward()
         if isinstance(self.tap, GradientsTap):
             bucket = GradientBucket(self.weights)
@@ -138,9 +136,8 @@ class _Rank:
             bucket.write()
         if self.problem.clip is not None:
             nn.utils.clip_grad_norm_(self.weights, self.problem.clip)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for stepped in (*self.optimizers, *self.schedulers):
+            stepped.step()
 
     def _validate(self) -> float:
         self.tap.enter_shared()
@@ -185,3 +182,14 @@ class _Rank:
             sampler.set_epoch(epoch)
             yield from mine
             epoch += 1
+
+
+def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Optimizers and schedulers, from one optimizer, a dictionary of both, or two lists."""
+    configured = module.configure_optimizers()
+    if isinstance(configured, dict):
+        configured = [configured["optimizer"]], [configured["lr_scheduler"]]
+    elif isinstance(configured, torch.optim.Optimizer):
+        configured = [configured], []
+    optimizers, schedulers = configured
+    return optimizers, [entry["scheduler"] for entry in schedulers]
