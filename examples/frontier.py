@@ -42,6 +42,7 @@ BOARDS = (
             "--recipes blocks-1bit --density 0.25 --ranks 4 8 16 --lr 4e-3",
             "--recipes blocks-1bit --density 0.25 --ranks 4 --lr 4e-3 --seeds 1 2",
             "--recipes blocks-2bit --density 0.5 --ranks 4 --lr 4e-3",
+            "--recipes blocks-1bit --density 1 --ranks 4 --lr 4e-3",
             "--recipes blocks-4bit --density 1 --ranks 4 8 --lr 4e-3",
             "--recipes gradients-4bit --density 1 --ranks 4 --lr 4e-3",
         ),
@@ -56,7 +57,10 @@ BOARDS = (
         "Digits, SGD with momentum, 1000 steps",
         "train_digits.py",
         "--steps 1000",
-        ("--recipes dense blocks-1bit --density 0.25 --ranks 2 4 8 16 --lr 0.05 0.1 --seeds 0 1 2",),
+        (
+            "--recipes dense blocks-1bit --density 0.25 --ranks 2 4 --lr 0.05 0.1 --seeds 0 1 2",
+            "--recipes dense blocks-1bit --density 0.25 --ranks 8 16 --lr 0.1",
+        ),
     ),
     *(
         Board(
@@ -74,11 +78,12 @@ BOARDS = (
     ),
 )
 NAMES = {
-    "dense": "dense",
-    "blocks-1bit": "`sparse_ddp`, default",
-    "blocks-2bit": "`density=0.5, codec=Quantized(2)`",
-    "blocks-4bit": "`density=1, codec=Quantized(4)`",
-    "gradients-4bit": "`exchange=Gradients(), density=1, codec=Quantized(4)`",
+    "dense 1": "dense",
+    "blocks-1bit 0.25": "`sparse_ddp`, default",
+    "blocks-1bit 1": "`density=1, codec=Quantized(1)`",
+    "blocks-2bit 0.5": "`density=0.5, codec=Quantized(2)`",
+    "blocks-4bit 1": "`density=1, codec=Quantized(4)`",
+    "gradients-4bit 1": "`exchange=Gradients(), density=1, codec=Quantized(4)`",
 }
 
 
@@ -118,7 +123,7 @@ def _table(results: list[dict[str, Any]]) -> str:
     """The best learning rate tried of each recipe, against the best dense one on as many ranks and the same seeds."""
     runs: dict[tuple[int, str], dict[float, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for found in results:
-        runs[found["world_size"], found["recipe"]][found["lr"]][found["seed"]] = found
+        runs[found["world_size"], f"{found['recipe']} {found['density']:g}"][found["lr"]][found["seed"]] = found
     if not runs:
         return ""
     lines = [
@@ -126,9 +131,9 @@ def _table(results: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for ranks, recipe in sorted(runs, key=lambda key: (key[0], list(NAMES).index(key[1]))):
-        if (ranks, "dense") not in runs:
+        if (ranks, "dense 1") not in runs:
             continue
-        dense, own = _best(runs[ranks, "dense"]), _best(runs[ranks, recipe])
+        dense, own = _best(runs[ranks, "dense 1"]), _best(runs[ranks, recipe])
         seeds = sorted(set(dense) & set(own))
         mine, theirs = fmean(_loss(own[seed]) for seed in seeds), fmean(_loss(dense[seed]) for seed in seeds)
         sent = own[seeds[0]]["curve"]["bytes"][-1] / dense[seeds[0]]["curve"]["bytes"][-1]

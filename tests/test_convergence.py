@@ -68,3 +68,25 @@ def test_more_arguments_reach_the_problem(arguments: list[str], tmp_path: Path) 
         main([*arguments, "--set", "batch_size=2", "name=x"])
     with pytest.raises(SystemExit, match="--set expected NAME=VALUE, got 'batch_size'"):
         main([*arguments, "--set", "batch_size"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion", "muon"])
+def test_all_optimizers_of_an_example_step_on_every_rank(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    words = "bench convergence --ranks 2 --steps 12 --points 4 --lr 0.01 --recipes blocks-1bit --density 0.5"
+    main(
+        [
+            *words.split(),
+            "--cache",
+            str(tmp_path),
+            "--example",
+            str(ROOT / "examples/optimizers.py"),
+            "--set",
+            f"optimizer={name}",
+        ]
+    )
+    (path,) = tmp_path.glob("*.json")
+    losses = json.loads(path.read_text())["curve"]["losses"]
+    assert losses[-1] < losses[0], "nothing was learned"

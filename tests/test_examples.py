@@ -47,9 +47,17 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(EXAMPLES)
     before = set(sys.modules)
     yield importlib.import_module
-    for name in {"cli", "common", "corpus", "frontier", "optimizers", "report", "tables", "train_digits", "train_lm"} & (
-        set(sys.modules) - before
-    ):
+    for name in {
+        "cli",
+        "common",
+        "corpus",
+        "frontier",
+        "optimizers",
+        "report",
+        "tables",
+        "train_digits",
+        "train_lm",
+    } & (set(sys.modules) - before):
         del sys.modules[name]
 
 
