@@ -212,7 +212,7 @@ def test_codec_never_adds_error(name: str, shape: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in CODECS.items() if row.agreed])
 def test_codec_keeps_up_with_what_moves_faster(name: str) -> None:
-    """One entry in eight moves 4 in every exchange, the others 1: none is ever more than 5 behind."""
+    """One entry in eight moves 4 in every exchange, the others 1: none is ever more than 6 behind."""
     codec, indices = CODECS[name].build(), torch.arange(300, dtype=torch.int32)
     step = torch.where(indices % 8 == 0, 4.0, 1.0) * torch.where(indices % 2 == 0, 1.0, -1.0)
     left = torch.zeros(300)
@@ -220,7 +220,7 @@ def test_codec_keeps_up_with_what_moves_faster(name: str) -> None:
         left += step
         wire = codec.encode(SparseVector(left, indices, 300))
         left -= codec.decode(wire, 300, 300).values
-        assert left.abs().max() <= 5
+        assert left.abs().max() <= 6
 
 
 @pytest.mark.parametrize("name", [name for name, row in CODECS.items() if row.agreed])
