@@ -38,12 +38,10 @@ BOARDS = (
             "--recipes dense --ranks 2 --lr 2e-3 4e-3",
             "--recipes dense --ranks 4 8 16 --lr 4e-3",
             "--recipes dense --ranks 4 --lr 4e-3 --seeds 1 2",
-            "--recipes blocks-1bit --density 0.25 --ranks 2 --lr 2e-3 4e-3",
-            "--recipes blocks-1bit --density 0.25 --ranks 4 8 16 --lr 4e-3",
+            "--recipes blocks-1bit --density 0.25 --ranks 2 4 8 16 --lr 4e-3",
             "--recipes blocks-1bit --density 0.25 --ranks 4 --lr 4e-3 --seeds 1 2",
-            "--recipes blocks-2bit --density 0.5 --ranks 4 --lr 4e-3",
-            "--recipes blocks-1bit --density 1 --ranks 4 --lr 4e-3",
-            "--recipes blocks-4bit --density 1 --ranks 4 8 --lr 4e-3",
+            "--recipes blocks-2bit --density 0.5 --ranks 4 8 --lr 4e-3",
+            "--recipes blocks-4bit --density 1 --ranks 4 --lr 4e-3",
             "--recipes gradients-4bit --density 1 --ranks 4 --lr 4e-3",
         ),
     ),
@@ -70,17 +68,16 @@ BOARDS = (
             (f"--recipes dense blocks-1bit --density 0.25 --ranks 4 --lr {rates}",),
         )
         for name, key, rates in (
-            ("Adam", "adam", "2e-3 4e-3"),
-            ("SGD with momentum", "sgd", "0.1 0.3"),
-            ("Lion", "lion", "2e-4 4e-4"),
-            ("Muon (matrices of the blocks) and AdamW (the rest)", "muon", "2e-3 4e-3"),
+            ("Adam", "adam", "4e-3"),
+            ("SGD with momentum", "sgd", "0.3"),
+            ("Lion", "lion", "4e-4"),
+            ("Muon (matrices of the blocks) and AdamW (the rest)", "muon", "4e-3"),
         )
     ),
 )
 NAMES = {
     "dense 1": "dense",
     "blocks-1bit 0.25": "`sparse_ddp`, default",
-    "blocks-1bit 1": "`density=1, codec=Quantized(1)`",
     "blocks-2bit 0.5": "`density=0.5, codec=Quantized(2)`",
     "blocks-4bit 1": "`density=1, codec=Quantized(4)`",
     "gradients-4bit 1": "`exchange=Gradients(), density=1, codec=Quantized(4)`",

@@ -19,7 +19,17 @@ from torch.optim import SGD, Optimizer
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
 from lightning_sparse.sync import Gradients, Updates
 
-OWN = ("density", "exchange", "compressor", "memory", "codec", "communicator", "seed")
+OWN = (
+    "density",
+    "exchange",
+    "compressor",
+    "memory",
+    "codec",
+    "communicator",
+    "seed",
+    "residual_checkpoint",
+    "on_nonfinite",
+)
 
 
 def is_linear(optimizer: Optimizer) -> bool:
@@ -55,6 +65,12 @@ def check_memory(exchange: Any, memory: Memory | None) -> None:
             "SparseDDPStrategy: expected no memory with Updates, which keeps what was not sent in the weights,"
             f" got {memory}: pass exchange=Gradients() to use it"
         )
+
+
+def check_on_nonfinite(value: Any) -> None:
+    """Raise ValueError unless it says what becomes of a step whose gradients are not finite."""
+    if value not in ("skip", "raise"):
+        raise ValueError(f"SparseDDPStrategy: on_nonfinite must be 'skip' or 'raise', got {value!r}")
 
 
 def check_unused(exchange: Gradients | Updates, codec: Codec, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.accumulator import Sum, Vectors
 from lightning_sparse.kernels.pieces import bounds_of
 from lightning_sparse.kernels.scatter_add import scatter_add_
-from lightning_sparse.protocols import Accumulator
+from lightning_sparse.protocols import Accumulator, Owed
 from lightning_sparse.vector import SparseVector
 
 
@@ -77,6 +77,11 @@ class Residual:
 
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         scatter_add_([self._residual[name] for name in names], entries.values, entries.indices)
+
+    def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+        for name, x in zip(names, inputs, strict=True):
+            if name in self._residual:
+                self._residual[name].sub_(x)
 
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._lost.of(names, inputs)
@@ -156,6 +161,14 @@ class MomentumResidual(Residual):
             returned = torch.where(torch.isin(indices, entries.indices[entries.values != 0]), masked, 0.0)
             scatter_add_([self._velocity[name] for name in names], returned, indices)
 
+    def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+        for name, x in zip(names, inputs, strict=True):
+            if name in self._residual:
+                self._residual[name].sub_(self._velocity[name])
+            # without momentum nothing of before is left in it
+            if self.momentum:
+                self._velocity[name].sub_(x, alpha=self._scale).div_(self.momentum)
+
     def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         return [*super().hold(names), self._velocity.take(names)]
 
@@ -204,6 +217,9 @@ class NoMemory:
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         """Nothing to return to."""
 
+    def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+        """Nothing was kept."""
+
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return [torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for x in inputs]
 
@@ -221,6 +237,14 @@ class NoMemory:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Nothing to load."""
+
+
+def fold(owed: Owed, kind: str, lost: Mapping[str, Tensor], world_size: int) -> Owed:
+    """Count what averaging has rounded away on this rank as a debt of ``kind``: it is a part of the mean."""
+    debts = dict(owed.get(kind, {}))
+    for name, x in lost.items():
+        debts[name] = debts[name] + world_size * x if name in debts else world_size * x
+    return owed | ({kind: debts} if debts else {})
 
 
 def gather(pieces: Sequence[Tensor], indices: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ class Memory(Protocol):
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
         """Entries that nobody accepted return to this rank's memory."""
 
+    def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+        """The step these inputs belong to does not take place; what had left of it was given back before."""
+
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         """What averaging has rounded away here, for the communicator to keep: [numel of the piece] float32 each.
 
@@ -185,6 +188,10 @@ class Communicator(Protocol):
         """Sent + received per rank for one exchange of payloads of ``payload`` bytes."""
 
 
+Owed = dict[str, dict[str, Tensor]]
+"""What a rank has still to share, by kind and parameter name: [n] float32 each. Ranks count through their mean."""
+
+
 class Tap(Protocol):
     """Where a training step hands over what is exchanged, and takes it back."""
 
@@ -200,11 +207,11 @@ class Tap(Protocol):
     def after_step(self, optimizer: Any) -> None:
         """Called after every optimizer step, skipped ones included."""
 
-    def begin_update(self, optimizer: Any) -> None:
-        """Called before the optimizer moves weights, its closure done; not for skipped steps."""
+    def refuses(self, optimizer: Any) -> bool:
+        """Whether the optimizer must not step, as gradients are not finite. Asked once, between backward and step."""
 
-    def end_update(self, optimizer: Any) -> None:
-        """Called once the optimizer has moved weights."""
+    def give_up(self, message: str) -> None:
+        """After a refused step: see to it that every rank raises FloatingPointError."""
 
     def check(self) -> None:
         """Raise what went wrong in an exchange since the last call."""
@@ -223,3 +230,21 @@ class Tap(Protocol):
 
     def norms(self) -> dict[str, float]:
         """Norms of what is kept back and of what came in at the last watched step."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """For a checkpoint: what is equal on all ranks, counters first. Every rank calls it."""
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``shared_state`` gave. Raises ValueError if it belongs to another model."""
+
+    def own_state(self) -> dict[str, dict[str, Tensor]]:
+        """For a checkpoint: what is this rank's alone, by kind and parameter name. Every rank calls it."""
+
+    def load_own_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what ``own_state`` gave, behind the shared state. Raises ValueError if it is of another model."""
+
+    def owed(self, world_size: int) -> Owed:
+        """What counts of the own state: its mean over ``world_size`` ranks is what they have still to share."""
+
+    def load_owed(self, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Owe this, and nothing else. Raises ValueError if it belongs to another model."""

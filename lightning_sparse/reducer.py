@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.finite import are_finite
 from lightning_sparse.job import Job, Outcome, Picked, Totals
 from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
@@ -78,7 +79,7 @@ class Reducer:
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
         density = self._density(job.step)
-        if not _finite([*job.inputs, *job.dense_inputs]):
+        if not are_finite([*job.inputs, *job.dense_inputs]):
             return self._refuse(job, density)
         held = job.memory.hold(job.idle)
         job.memory.begin([*job.inputs, *job.dense_inputs])
@@ -117,6 +118,10 @@ class Reducer:
         finite = bool(tail.isfinite().all()) and (mean is None or mean.finite)
         if picked.sent is None and finite:
             job.memory.discard_all([name for name in job.names if name not in job.idle])
+        if not finite and picked.finite:
+            pairs = zip((*job.names, *job.dense_names), (*job.inputs, *job.dense_inputs), strict=True)
+            live = {name: x for name, x in pairs if name not in job.idle}
+            job.memory.undo(list(live), list(live.values()))
         decoding = self._codec.seconds - decoding
         self._count("exchange", start + decoding)
         self._add("decode", decoding)
@@ -216,13 +221,6 @@ class _TimedCodec:
         out = self._codec.decode(wire, numel, capacity)
         self.seconds += time.perf_counter() - start
         return out
-
-
-def _finite(vectors: Sequence[Tensor]) -> bool:
-    if not vectors:
-        return True
-    sums = torch.stack([vector.sum(dtype=torch.float32) for vector in vectors])
-    return bool(torch.isfinite(sums).all())
 
 
 def _flat(pieces: Sequence[Tensor], job: Job) -> Tensor:

@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from lightning_sparse.arguments import (
     check_ddp_options,
+    check_on_nonfinite,
     check_parameters,
     check_parts,
     check_ranks_agree,
     check_unused,
     is_linear,
 )
+from lightning_sparse.checkpoint import KEY, check_kind, load, save
 from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.defaults import choose_exchange, choose_parts
 from lightning_sparse.memory import Residual
@@ -55,6 +57,11 @@ class SparseDDP(_Base):
         codec: which bytes; default ``Quantized(1)`` where ranks agree on the entries, ``Raw()`` otherwise.
         communicator: how ranks average; default ``CompressedAllReduce()`` where ranks agree, ``AllGather()`` otherwise.
         seed: of the counter-based draws that sampling uses.
+        residual_checkpoint: what checkpoints hold of what was not sent yet: ``"mean"``, one tensor of the model's size,
+            good for any number of ranks; ``"exact"``, the state of every rank, optimizers and generators included, so
+            that as many ranks go on as if they had never stopped; ``"none"``.
+        on_nonfinite: where gradients are NaN or inf and no loss scaler looks after that: ``"skip"`` the step, on every
+            rank with ``Gradients``, on the rank it happened to with ``Updates``; or ``"raise"`` on every rank.
         **kwargs: everything ``DDPStrategy`` takes, except another communication hook or model averaging.
 
     Raises:
@@ -78,8 +85,12 @@ class SparseDDP(_Base):
         codec: Codec | None = None,
         communicator: Communicator | None = None,
         seed: int = 0,
+        residual_checkpoint: str = "mean",
+        on_nonfinite: str = "skip",
         **kwargs: Any,
     ) -> None:
+        check_kind(residual_checkpoint)
+        check_on_nonfinite(on_nonfinite)
         check_parts(density, exchange, compressor, memory, codec, communicator)
         known = [name for name in inspect.signature(super().__init__).parameters if name != "kwargs"]
         check_ddp_options(kwargs, known)
@@ -89,6 +100,8 @@ class SparseDDP(_Base):
         self._parts = choose_parts(self._exchange, density, compressor, codec, communicator)
         check_unused(self._exchange, self._parts.codec, kwargs)
         self._seed = seed
+        self._residual_checkpoint = residual_checkpoint
+        self._on_nonfinite = on_nonfinite
         self.tap: GradientsTap | UpdatesTap | None = None
         self.reducer: Reducer | None = None
         self._transport: ProcessGroup | None = None
@@ -130,12 +143,28 @@ class SparseDDP(_Base):
         if self.tap is not None:
             self.tap.restart()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Add what ranks owe each other, unless only weights are saved, and write the file on rank 0."""
+        if self.tap is not None and self.reducer is not None and "optimizer_states" in checkpoint:
+            # while an exception is handled, other ranks may not come
+            kind = self._residual_checkpoint if sys.exc_info()[0] is None else "none"
+            checkpoint[KEY] = save(kind, self.tap, self.reducer, checkpoint["optimizer_states"], self.root_device)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load optimizer states, and what ranks owe each other."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.tap is not None and self.reducer is not None:
+            own = load(checkpoint.get(KEY), self.tap, self.reducer, self._module, self.root_device)
+            if own is not None:
+                super().load_optimizer_state_dict({"optimizer_states": own})
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
         if self._steps is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._steps.announced(optimizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, self._steps.guarded(optimizer, closure), model, **kwargs)
 
     def enter_shared(self) -> None:
         """Show what is equal on all ranks in the module. Every rank calls it."""
@@ -176,11 +205,12 @@ class SparseDDP(_Base):
         Returns:
             ``exchange``, ``world_size``, ``density`` (achieved), ``steps``, ``bytes_per_step`` (sent + received by this
             rank, everything included), ``dense_bytes_per_step`` (what a ring all-reduce of the same float32 gradients
-            moves), ``seconds`` (by stage, per step). Empty before the first ``fit`` and in the parent of spawned ranks.
+            moves), ``skipped`` (steps of this rank whose gradients were not finite), ``seconds`` (by stage, per step).
+            Empty before the first ``fit`` and in the parent of spawned ranks.
         """
         if self.tap is None or self.reducer is None:
             return self._summary
-        return summarise(self.tap, self.reducer, self._module)
+        return summarise(self.tap, self.reducer, self._module, self.skipped)
 
     def teardown(self) -> None:
         """Stop the worker, give the process group up, and tear down as ``DDPStrategy`` does."""
@@ -206,6 +236,11 @@ class SparseDDP(_Base):
             advice = exception.args[0].replace("'ddp_find_unused", "'sparse_ddp_find_unused")
             advice = advice.replace("strategy=DDPStrategy(", "strategy=SparseDDPStrategy(")
             exception.args = (advice, *exception.args[1:])
+
+    @property
+    def skipped(self) -> int:
+        """Steps of this rank in this ``fit`` that were skipped, as gradients were not finite."""
+        return self._steps.skipped if self._steps is not None else 0
 
     @property
     def _module(self) -> nn.Module:
@@ -234,7 +269,8 @@ class SparseDDP(_Base):
             self.tap = UpdatesTap(config, self.reducer, self._module, optimizers, is_linear)
             self._callbacks, self._first = trainer.callbacks, self._first_callback()
             self._callbacks.insert(0, self._first)
-        self._steps = Steps(self.tap, optimizers)
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        self._steps = Steps(self.tap, optimizers, None if scaled else self._on_nonfinite)
         if self.is_global_zero:
             log.info(f"sparse_ddp: {self.world_size} ranks, {config}, {parts}")
 

@@ -11,7 +11,7 @@ from lightning_sparse.protocols import Tap
 from lightning_sparse.reducer import Reducer
 
 
-def summarise(tap: Tap, reducer: Reducer, module: nn.Module) -> dict[str, Any]:
+def summarise(tap: Tap, reducer: Reducer, module: nn.Module, skipped: int) -> dict[str, Any]:
     """The keys that ``SparseDDPStrategy.summary`` documents."""
     totals, steps = reducer.snapshot()[0], max(1, tap.steps)
     transport = reducer.transport
@@ -23,5 +23,6 @@ def summarise(tap: Tap, reducer: Reducer, module: nn.Module) -> dict[str, Any]:
         "steps": tap.steps,
         "bytes_per_step": transport.bytes / steps,
         "dense_bytes_per_step": ring_bytes(4 * parameters, transport.world_size),
+        "skipped": skipped,
         "seconds": {stage: seconds / steps for stage, seconds in totals.seconds.items()},
     }

@@ -16,25 +16,27 @@ from lightning_sparse.sync import Updates
 from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
-RANKS, NUMEL, STEPS, LR = 3, 32, 12, 0.1
+RANKS, STEPS, LR = 3, 12, 0.1
 
 
-def gradient(rank: int, step: int) -> Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+def gradient(rank: int, step: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(config: Updates, density: float, compressor: Compressor, communicator: Communicator) -> list[list[Tensor]]:
+def train(
+    config: Updates, density: float, compressor: Compressor, communicator: Communicator, numel: int = 32
+) -> list[list[Tensor]]:
     """[rank][weights, anchor] after SGD steps with given gradients."""
 
     def task(transport: Transport) -> list[Tensor]:
-        weight = nn.Parameter(torch.zeros(NUMEL))
+        weight = nn.Parameter(torch.zeros(numel))
         optimizer = torch.optim.SGD([weight], lr=LR)
         parts = (compressor, Raw("fp32"), communicator)
         reducer = Reducer(*parts, transport, constant(density), torch.device("cpu"))
         tap = UpdatesTap(config, reducer, nn.ParameterList([weight]), [optimizer], lambda _: True)
         Steps(tap, [optimizer])
         for step in range(STEPS):
-            weight.grad = gradient(transport.rank, step)
+            weight.grad = gradient(transport.rank, step, numel)
             optimizer.step()
         own = weight.detach().clone()
         tap.finish()
@@ -43,7 +45,7 @@ def train(config: Updates, density: float, compressor: Compressor, communicator:
     return VirtualRanks(RANKS).run(task)
 
 
-def blocks(density: float) -> list[slice]:
+def blocks(density: float, numel: int) -> list[slice]:
     """The order in which ``WeightBlocks`` sends the vector of the first optimizer."""
     seen: list[slice] = []
 
@@ -54,18 +56,21 @@ def blocks(density: float) -> list[slice]:
             return out
 
     def task(transport: Transport) -> None:
-        weight = nn.Parameter(torch.zeros(NUMEL))
+        weight = nn.Parameter(torch.zeros(numel))
         optimizer = torch.optim.SGD([weight], lr=LR)
         reducer = Reducer(Spy(), Raw(), AllGather(), transport, constant(density), torch.device("cpu"))
         Steps(UpdatesTap(Updates(), reducer, nn.ParameterList([weight]), [optimizer], lambda _: True), [optimizer])
         for _ in range(STEPS):
-            weight.grad = torch.zeros(NUMEL)
+            weight.grad = torch.zeros(numel)
             optimizer.step()
 
     VirtualRanks(1).run(task)
     return seen
 
 
+# sections of one entry are padding alone on two of three ranks
+@pytest.mark.parametrize("numel", [32, 9, 1])
+@pytest.mark.parametrize("communicator", [CompressedAllReduce(), AllGather()], ids=["sections", "whole blocks"])
 @pytest.mark.parametrize("density", [1.0, 0.25])
 @pytest.mark.parametrize(
     "config",
@@ -77,13 +82,15 @@ def blocks(density: float) -> list[slice]:
     ],
     ids=["DiLoCo", "heavy ball", "decay", "all"],
 )
-def test_outer_momentum_and_decay_are_as_written(config: Updates, density: float) -> None:
-    order = [slice(0, NUMEL)] * STEPS if density == 1 else blocks(density)
+def test_outer_momentum_and_decay_are_as_written(
+    config: Updates, density: float, communicator: Communicator, numel: int
+) -> None:
+    order = [slice(0, numel)] * STEPS if density == 1 else blocks(density, numel)
     eta = float(config.anchor_step) if config.anchor_step is not None else 1.0  # type: ignore[arg-type]
-    x, m = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    p = torch.zeros(RANKS, NUMEL)
+    x, m = torch.zeros(numel), torch.zeros(numel)
+    p = torch.zeros(RANKS, numel)
     for step in range(STEPS):
-        p = p - LR * torch.stack([gradient(rank, step) for rank in range(RANKS)])
+        p = p - LR * torch.stack([gradient(rank, step, numel) for rank in range(RANKS)])
         if (step + 1) % config.every:
             continue
         at = order[step // config.every]
@@ -95,7 +102,7 @@ def test_outer_momentum_and_decay_are_as_written(config: Updates, density: float
         x[at] += move
         p[:, at] += move - sent
         p = x + config.decay * (p - x)
-    for rank, (own, anchor) in enumerate(train(config, density, WeightBlocks(), CompressedAllReduce())):
+    for rank, (own, anchor) in enumerate(train(config, density, WeightBlocks(), communicator, numel)):
         torch.testing.assert_close(own, p[rank], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(anchor, x, rtol=1e-5, atol=1e-6)
 

@@ -23,8 +23,8 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, exponential_warmup, piecewise
 from lightning_sparse.sync import Updates
 from lightning_sparse.sync.flat import flat_view, is_small
-from lightning_sparse.sync.rates import Rates
 from lightning_sparse.sync.steps import Steps
+from lightning_sparse.sync.stretch import Stretch
 from lightning_sparse.sync.updates_tap import UpdatesTap
 from lightning_sparse.vector import SparseVector, concatenate
 
@@ -145,11 +145,15 @@ def test_ring_bytes() -> None:
 
 
 def run_steps(
-    transport: Transport, optimizer: torch.optim.Optimizer, gradient: Callable[[int, int], Tensor], steps: int
+    transport: Transport,
+    optimizer: torch.optim.Optimizer,
+    gradient: Callable[[int, int], Tensor],
+    steps: int,
+    config: Updates | None = None,
 ) -> UpdatesTap:
     """Steps with ``gradient(rank, step)`` in every weight."""
     module = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
-    tap = make_tap(transport, optimizer, module)
+    tap = make_tap(transport, optimizer, module, config)
     told = Steps(tap, [optimizer])
     for step in range(steps):
         for p in module:
@@ -169,8 +173,8 @@ def noise(rank: int, step: int) -> Tensor:
         (lambda rank, step: noise(0, step), 1.0),
         # noise alone: its mean over 4 ranks is half as large
         (noise, 2.0),
-        # signal and noise of equal power: |mean|^2 / |each|^2 = (1 + 1 / 4) / 2, and 0.625 ** -0.5 rounds to 2 ** 0.25
-        (lambda rank, step: noise(9, step) + noise(rank, step), 2**0.25),
+        # signal and noise of equal power: |mean|^2 / |each|^2 = (1 + 1 / 4) / 2
+        (lambda rank, step: noise(9, step) + noise(rank, step), 0.625**-0.5),
     ],
 )
 def test_agreement_gives_back_the_length_that_averaging_takes(
@@ -184,7 +188,8 @@ def test_agreement_gives_back_the_length_that_averaging_takes(
         return list(tap.lr_scales().values())
 
     for factors in VirtualRanks(4).run(task):
-        assert factors == [expected]
+        assert factors == [pytest.approx(expected, rel=0.05)]
+        assert factors[0] <= 2
 
 
 def test_agreement_ignores_weights_that_nobody_moves_and_is_1_at_first() -> None:
@@ -195,76 +200,114 @@ def test_agreement_ignores_weights_that_nobody_moves_and_is_1_at_first() -> None
         return [*factors.values(), *run_steps(transport, optimizer, noise, 12).lr_scales().values()]
 
     for factors in VirtualRanks(4).run(task):
-        assert factors == [1.0, 1.0, 2.0, 1.0]
+        assert factors == [1.0, 1.0, pytest.approx(2.0, rel=0.1), 1.0]
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
-def test_rates_are_scaled_while_weights_move_and_never_in_the_closure(lr: float | Tensor) -> None:
-    """Each parameter by its own factor; groups, what is noted in them, and rates set by a closure stay the user's."""
-    seen: list[list[float]] = []
+def test_agreement_follows_in_later_steps_and_forgets_on_restart() -> None:
+    def task(transport: Transport) -> tuple[float, float, float]:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        # ranks agree for 20 steps, then not at all
+        tap = run_steps(transport, optimizer, lambda rank, step: noise(rank * (step >= 20), step), 20)
+        early = tap.lr_scales()["0"]
+        tap = run_steps(transport, optimizer, lambda rank, step: noise(rank * (step >= 20), step), 400)
+        late = tap.lr_scales()["0"]
+        tap.restart()
+        return early, late, tap.lr_scales()["0"]
 
-    class Probe(torch.optim.SGD):
-        def step(self, closure: Callable[[], Any] | None = None) -> None:
-            if closure is not None:
-                closure()
-            seen.append([float(group["lr"]) for group in self.param_groups for _ in group["params"]])
-            for group in self.param_groups:
-                group["noted"] = True
-
-    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    optimizer = Probe([{"params": weights[:2]}, {"params": weights[2:], "lr": 1.0}], lr=lr)
-    groups, rates = list(optimizer.param_groups), Rates()
-    factors = dict(zip(weights, (1.0, 2.0, 3.0), strict=True))
-
-    class Tap:
-        def before_step(self, _: Any) -> None: ...
-        def after_step(self, _: Any) -> None: ...
-        def begin_update(self, optimizer: Any) -> None:
-            rates.scale(optimizer, factors.__getitem__)
-
-        def end_update(self, _: Any) -> None:
-            rates.restore()
-
-    def closure() -> None:
-        assert optimizer.param_groups == groups
-        groups[1]["lr"] = 5.0
-
-    Steps(Tap(), [optimizer])  # type: ignore[arg-type]
-    optimizer.step()
-    optimizer.step(closure)
-    optimizer.step(closure=closure)
-    assert seen == [pytest.approx(x) for x in ([0.1, 0.2, 3.0], [0.1, 0.2, 15.0], [0.1, 0.2, 15.0])]
-    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
-    assert [float(group["lr"]) for group in groups] == pytest.approx([0.1, 5.0])
-    assert all(group["noted"] for group in groups)
+    for early, late, restarted in VirtualRanks(4).run(task):
+        assert early == 1
+        assert late == pytest.approx(2, rel=0.1)
+        assert restarted == 1
 
 
-def test_rates_after_a_failed_step_and_with_a_group_that_came_during_one() -> None:
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer, rates = torch.optim.SGD([weight], lr=0.1), Rates()
-    for _ in range(2):  # the first one raised
-        rates.scale(optimizer, lambda _: 2.0)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    rates.restore()
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+def test_a_parameter_that_joins_while_a_measurement_is_in_flight() -> None:
+    """Two measured steps in a row, the second with more parameters."""
+
+    def task(transport: Transport) -> dict[str, float]:
+        module = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(32, 64))])
+        optimizer = torch.optim.SGD([module[0]], lr=0.01)
+        tap = make_tap(transport, optimizer, module)
+        Steps(tap, [optimizer])
+        for step in range(9):
+            if step == 3:
+                optimizer.add_param_group({"params": [module[1]]})
+            for position, p in enumerate(module):
+                p.grad = noise(transport.rank, 10 * step + position)[: len(p)].clone()
+            optimizer.step()
+        return tap.lr_scales()
+
+    for factors in VirtualRanks(4).run(task):
+        assert factors == {"0": pytest.approx(2, rel=0.1), "1": pytest.approx(2, rel=0.1)}
 
 
-def test_optimizers_without_a_learning_rate_are_refused() -> None:
-    def task(transport: Transport) -> None:
-        weight = nn.Parameter(torch.zeros(8, 8))
-        optimizer = torch.optim.AdamW([weight])
-        optimizer.param_groups[0]["lr"] = None
-        make_tap(transport, optimizer, nn.ParameterList([weight]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda weights, lr: torch.optim.SGD(weights, lr=lr),
+        lambda weights, lr: torch.optim.AdamW(weights, lr=torch.tensor(lr), foreach=False),
+        lambda weights, lr: torch.optim.LBFGS(weights, lr=lr, max_iter=1),
+    ],
+    ids=["sgd", "adamw", "lbfgs"],
+)
+def test_lr_scale_is_a_factor_on_learning_rates(make: Any, dtype: torch.dtype) -> None:
+    """One step at twice the rate, from a factor and from the rate itself, of any optimizer; rates stay the user's."""
+    gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    with pytest.raises(ValueError, match=r"expected a learning rate in every group of AdamW.*lr_scale=1"):
-        VirtualRanks(2).run(task)
+    def task(transport: Transport) -> list[Tensor]:
+        out = []
+        for lr, scale in ((0.125, 2.0), (0.25, 1.0)):
+            module = nn.ParameterList([nn.Parameter(torch.zeros(8, 8, dtype=dtype))])
+            optimizer = make(module.parameters(), lr)
+            parts = (WeightBlocks(), Quantized(1), CompressedAllReduce())
+            reducer = Reducer(*parts, transport, constant(0.25), torch.device("cpu"))
+            tap = UpdatesTap(Updates(lr_scale=scale, every=2), reducer, module, [optimizer], lambda _: False)
+            Steps(tap, [optimizer])
+            assert tap.lr_scales() == {"0": scale}
+
+            def closure(module: nn.ParameterList = module) -> Tensor:
+                module[0].grad = gradient.clone()
+                return torch.zeros(())
+
+            optimizer.step(closure)
+            assert float(optimizer.param_groups[0]["lr"]) == lr
+            out.append(module[0].detach().float())
+        return out
+
+    for scaled, expected in VirtualRanks(2).run(task):
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(scaled, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-7)
 
 
-def make_tap(transport: Transport, optimizer: torch.optim.Optimizer, module: nn.Module) -> UpdatesTap:
+def test_a_step_that_failed_leaves_nothing_to_stretch() -> None:
+    weight, stretch = torch.zeros(2), Stretch()
+    stretch.before_step({"w": weight}, {"w": 3.0})
+    weight += 1  # the step raised before it was announced
+    stretch.before_step({"w": weight}, {"w": 3.0})
+    weight += 1
+    stretch.after_step({"w": weight})
+    stretch.after_step({"w": weight})
+    assert weight.tolist() == [4, 4]
+
+
+def test_nothing_is_measured_where_a_step_or_a_factor_is_given() -> None:
+    for config in (Updates(anchor_step=1.0), Updates(lr_scale=1.0)):
+
+        def task(transport: Transport, config: Updates = config) -> int:
+            weight = nn.Parameter(torch.zeros(64, 64))
+            optimizer = torch.optim.SGD([weight], lr=0.01)
+            return run_steps(transport, optimizer, noise, 8, config).lr_scales()["0"]
+
+        assert VirtualRanks(4).run(task) == [1.0] * 4
+
+
+def make_tap(
+    transport: Transport, optimizer: torch.optim.Optimizer, module: nn.Module, config: Updates | None = None
+) -> UpdatesTap:
     parts = (WeightBlocks(), Quantized(1), CompressedAllReduce())
     reducer = Reducer(*parts, transport, constant(0.25), torch.device("cpu"))
-    return UpdatesTap(Updates(), reducer, module, [optimizer], lambda _: False)
+    return UpdatesTap(config or Updates(), reducer, module, [optimizer], lambda _: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

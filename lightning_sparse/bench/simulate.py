@@ -185,11 +185,14 @@ class _Rank:
 
 
 def _configured(module: Any) -> tuple[list[torch.optim.Optimizer], list[Any]]:
-    """Optimizers and schedulers, from one optimizer, a dictionary of both, or two lists."""
+    """Optimizers and schedulers, from any of the forms that ``configure_optimizers`` may return but None."""
     configured = module.configure_optimizers()
-    if isinstance(configured, dict):
-        configured = [configured["optimizer"]], [configured["lr_scheduler"]]
-    elif isinstance(configured, torch.optim.Optimizer):
-        configured = [configured], []
-    optimizers, schedulers = configured
-    return optimizers, [entry["scheduler"] for entry in schedulers]
+    pair = isinstance(configured, (list, tuple)) and len(configured) == 2 and isinstance(configured[0], (list, tuple))
+    listed, schedulers = configured if pair else (configured, [])
+    optimizers = []
+    for entry in listed if isinstance(listed, (list, tuple)) else [listed]:
+        # a dictionary holds one optimizer, and perhaps its scheduler
+        optimizers.append(entry["optimizer"] if isinstance(entry, dict) else entry)
+        if isinstance(entry, dict) and "lr_scheduler" in entry:
+            schedulers = [*schedulers, entry["lr_scheduler"]]
+    return optimizers, [entry["scheduler"] if isinstance(entry, dict) else entry for entry in schedulers]

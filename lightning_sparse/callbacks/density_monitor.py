@@ -24,7 +24,8 @@ class Monitor:
       all-reduce of the same float32 gradients moves.
     - ``sparse/residual_over_gradient`` (``Gradients``): norm of what is kept back over the norm of this rank's own
       gradient; ``sparse/unshared_over_update`` (``Updates``): norm of weights - anchor over the norm of one update.
-    - ``sparse/lr_scale`` (``Updates``): mean over parameters of the factor on their learning rate.
+    - ``sparse/lr_scale`` (``Updates``): mean over parameters of the factor on their steps.
+    - ``sparse/skipped``: steps of this rank so far whose gradients were not finite, if there are any.
     - ``sparse/share_select``, ``_encode``, ``_exchange``, ``_decode``: the stage's time since the last look over the
       time passed (validation not counted), on the host's clock. A stage that overlaps with the step counts whole.
 

@@ -57,6 +57,8 @@ class Record:
             figures[_RATIO[self._tap.name]] = self._ratio(norms["left"] / norms["input"], norms["input"])
         if isinstance(self._tap, UpdatesTap) and (scales := self._tap.lr_scales()):
             figures["lr_scale"] = fmean(scales.values())
+        if self._strategy.skipped:
+            figures["skipped"] = float(self._strategy.skipped)
         traffic = self._since.look()
         if traffic is None:
             return figures

@@ -64,6 +64,9 @@ class Anchor:
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._lost.of(names, inputs)
 
+    def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
+        """The tap takes nothing out of the weights then."""
+
     def hold(self, names: Sequence[str]) -> None:
         """Nothing to set aside: every weight takes part."""
 
@@ -79,5 +82,9 @@ class Anchor:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.flat = {name: buffer.float().clone() for name, buffer in state["anchor"].items()}
-        self._lost.load(state["lost"])
+        self.load_lost(state["lost"])
         self._outer.load(state["outer"])
+
+    def load_lost(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what averaging has rounded away here."""
+        self._lost.load(state)

@@ -2,7 +2,7 @@
 
 # no postponed annotations here: DDP compares the hook's with its own types
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_sparse.job import Job, Outcome
 from lightning_sparse.kernels.scatter_add import scatter_add_
-from lightning_sparse.protocols import Memory
+from lightning_sparse.memory import fold
+from lightning_sparse.protocols import Memory, Owed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.sync.flat import check_dense_below, is_small
 
@@ -79,7 +80,9 @@ class GradientsTap:
         self._empty = copy.deepcopy(memory)
         self._scale = scale
         self._error: BaseException | None = None
+        self._refused = False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._order = {name: position for position, name in enumerate(self._names.values())}
         self._find_unused = find_unused
         self._waiting: list[_Bucket] = []
         self._watched = False
@@ -98,7 +101,8 @@ class GradientsTap:
         # a selection over the model needs every bucket; backward ends before any of them is sent
         if self._reducer.compressor.scope != "model" or bucket.is_last():
             buckets, self._waiting = self._waiting, []
-            self._submit(f"bucket {bucket.index()}", buckets)
+            is_whole = self._reducer.compressor.scope == "model"
+            self._submit("model" if is_whole else f"bucket {bucket.index()}", buckets)
         return entry.future
 
     def before_step(self, optimizer: Any) -> None:
@@ -107,11 +111,13 @@ class GradientsTap:
     def after_step(self, optimizer: Any) -> None:
         """Nothing: the exchange happens in the backward pass."""
 
-    def begin_update(self, optimizer: Any) -> None:
-        """Nothing: what was exchanged is in the gradients."""
+    def refuses(self, optimizer: Any) -> bool:
+        refused, self._refused = self._refused, False
+        return refused
 
-    def end_update(self, optimizer: Any) -> None:
-        """Nothing."""
+    def give_up(self, message: str) -> None:
+        # every rank has seen the same mean
+        raise FloatingPointError(message)
 
     def check(self) -> None:
         error, self._error = self._error, None
@@ -130,6 +136,26 @@ class GradientsTap:
 
     def finish(self) -> None:
         """Nothing: weights are equal on all ranks."""
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self.steps = int(state["steps"])
+
+    def own_state(self) -> dict[str, dict[str, Tensor]]:
+        return self._memory.state_dict()
+
+    def load_own_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._memory.load_state_dict({kind: state.get(kind, {}) for kind in self._memory.state_dict()})
+
+    def owed(self, world_size: int) -> Owed:
+        state = self._memory.state_dict()
+        lost = state.pop("lost", {})
+        return fold(state, "residual", lost, world_size)
+
+    def load_owed(self, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.load_own_state(owed)
 
     def norms(self) -> dict[str, float]:
         return {"left": self._memory.norm(), "input": self._squares**0.5}
@@ -152,10 +178,11 @@ class GradientsTap:
     def _submit(self, name: str, buckets: list[_Bucket]) -> None:
         sparse: dict[str, Tensor] = {}
         dense: dict[str, Tensor] = {}
-        for bucket in buckets:
-            for parameter, piece in zip(bucket.names, bucket.pieces, strict=True):
-                target = dense if is_small(piece, self._config.dense_below) else sparse
-                target[parameter] = piece.view(-1)
+        pieces = [pair for bucket in buckets for pair in zip(bucket.names, bucket.pieces, strict=True)]
+        # DDP rebuilds its buckets: what is picked must not depend on where a parameter lies in them
+        for parameter, piece in sorted(pieces, key=lambda pair: self._order[pair[0]]):
+            target = dense if is_small(piece, self._config.dense_below) else sparse
+            target[parameter] = piece.view(-1)
         idle = [n for n, x in {**sparse, **dense}.items() if not x.any()] if self._find_unused else []
         job = Job(
             name,
@@ -167,7 +194,12 @@ class GradientsTap:
             list(dense.values()),
             idle,
         )
-        done = self._reducer.submit(job, lambda outcome: _write_back(outcome, buckets))
+
+        def apply(outcome: Outcome) -> None:
+            self._refused |= not outcome.finite
+            _write_back(outcome, buckets)
+
+        done = self._reducer.submit(job, apply)
 
         def fail(_: Any) -> None:
             # DDP would turn an exception in its future into another one: it gets a buffer, and `check` raises

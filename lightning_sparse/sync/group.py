@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_sparse.job import Outcome
@@ -12,6 +14,7 @@ from lightning_sparse.protocols import Schedule
 from lightning_sparse.sync.agreement import Agreement
 from lightning_sparse.sync.anchor import Anchor
 from lightning_sparse.sync.flat import flat_view
+from lightning_sparse.sync.stretch import Stretch
 
 
 class Group:
@@ -20,7 +23,7 @@ class Group:
     Args:
         name: of the stream of exchanges.
         eta: schedule of the anchor step over exchanges.
-        lr_scale: schedule of the factor on learning rates over steps, or what measures it.
+        lr_scale: schedule of the factor on the optimizer's steps, or what measures it.
     """
 
     def __init__(self, name: str, eta: Schedule, lr_scale: Schedule | Agreement) -> None:
@@ -37,6 +40,7 @@ class Group:
         self.merged: Outcome | None = None
         self.own: list[Tensor] = []
         self.moved = 0.0
+        self._stretch = Stretch()
 
     def add(self, parameters: dict[str, nn.Parameter]) -> None:
         """Take up parameters that ranks agree on now."""
@@ -48,13 +52,26 @@ class Group:
         self._trained.update(name for name, p in self.parameters.items() if p.requires_grad)
         return [name for name in self.parameters if name in self._trained]
 
-    def rate(self) -> Callable[[Tensor], float]:
-        """The factor on the learning rate of each parameter, for the coming step."""
+    def lr_scales(self) -> dict[str, float]:
+        """The factor on the coming step, by parameter name."""
         if isinstance(scale := self.lr_scale, Agreement):
-            names = {id(p): name for name, p in self.parameters.items()}
-            return lambda p: scale.factor(names[id(p)]) if id(p) in names else 1.0
-        same = float(scale(self.steps))
-        return lambda p: same
+            return {name: scale.factor(name) for name in self.parameters}
+        return dict.fromkeys(self.parameters, float(scale(self.steps)))
+
+    def before_step(self) -> None:
+        """Remember what is needed to measure and to stretch the coming step."""
+        weights = self.by_name()
+        if isinstance(self.lr_scale, Agreement):
+            self.lr_scale.before_step(self.steps, weights)
+        scales = self.lr_scales()
+        self._stretch.before_step(weights, {name: scales[name] for name in weights})
+
+    def after_step(self) -> None:
+        """Measure the step, then stretch it."""
+        weights = self.by_name()
+        if isinstance(self.lr_scale, Agreement):
+            self.lr_scale.after_step(weights)
+        self._stretch.after_step(weights)
 
     def restart(self) -> None:
         """Anchor the weights where they are and count from the start."""
@@ -63,6 +80,44 @@ class Group:
         self.steps = self.exchanges = 0
         self.flight = self.merged = None
         self.anchor.restart(list(self.parameters), self.views(self.parameters))
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is equal on all ranks: counters, what was measured, the anchor where weights are no copy of it."""
+        state = self.anchor.state_dict()
+        rounded = {name for name, p in self.parameters.items() if p.dtype is not torch.float32}
+        measured = self.lr_scale.state_dict() if isinstance(self.lr_scale, Agreement) else None
+        return {
+            "steps": self.steps,
+            "exchanges": self.exchanges,
+            "trained": sorted(self._trained),
+            "agreement": measured,
+            "anchor": {name: x for name, x in state["anchor"].items() if name in rounded},
+            "outer": state["outer"],
+        }
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``shared_state`` gave; other weights are where the anchor is."""
+        self.steps, self.exchanges = int(state["steps"]), int(state["exchanges"])
+        self._trained = set(state["trained"])
+        if isinstance(self.lr_scale, Agreement) and state["agreement"] is not None:
+            self.lr_scale.load_state_dict(state["agreement"])
+        self.anchor.load_state_dict({"anchor": self.anchor.flat | state["anchor"], "outer": state["outer"], "lost": {}})
+
+    def own_state(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's weights, and what averaging has rounded away here."""
+        return {
+            "weights": dict(zip(self.parameters, self._own(), strict=True)),
+            "lost": self.anchor.state_dict()["lost"],
+        }
+
+    def owed(self) -> dict[str, Tensor]:
+        """Weights - anchor, by name: [n] float32."""
+        anchors = self.anchor.of(list(self.parameters))
+        return {name: p.float() - x for name, p, x in zip(self.parameters, self._own(), anchors, strict=True)}
+
+    def _own(self) -> list[Tensor]:
+        # set aside while the module shows the anchor
+        return self.own or self.views(self.parameters)
 
     def by_name(self) -> dict[str, Tensor]:
         """Every trainable weight as a flat view: [n] each."""

@@ -23,7 +23,7 @@ def merge(group: Group, outcome: Outcome, config: Updates, agreed: bool) -> None
         group: whose weights and anchor are changed.
         outcome: of its last exchange, finite.
         config: the outer momentum, its form, and the decay.
-        agreed: whether all ranks have picked the same entries.
+        agreed: whether the mean's parts are sections of one block that all ranks have picked.
     """
     picked = outcome.picked
     eta = float(group.eta(picked.job.step))
@@ -33,8 +33,8 @@ def merge(group: Group, outcome: Outcome, config: Updates, agreed: bool) -> None
         weights, anchors = group.views(sparse), group.anchor.of(sparse)
         parts, factor = outcome.mean.parts, eta * outcome.mean.scale
         if config.outer_momentum:
-            outer = group.anchor.outer(sparse)
-            parts = [_with_momentum(part, Buffer(outer, part.indices), config) for part in parts]
+            buffer = Buffer(group.anchor.outer(sparse), picked.sent.indices)
+            parts = [_with_momentum(_joined(parts, sections=agreed), picked.sent, buffer, config)]
         for part in parts:
             scatter_add_(anchors, part.values, part.indices, alpha=factor)
         if agreed:
@@ -70,11 +70,21 @@ def _outer_step(mean: Tensor, momentum: Tensor, config: Updates) -> Tensor:
     return mean + config.outer_momentum * momentum if config.nesterov else momentum.clone()
 
 
-def _with_momentum(part: SparseVector, buffer: Buffer, config: Updates) -> SparseVector:
+def _joined(parts: list[SparseVector], sections: bool) -> Tensor:
+    """The values of parts that are the sections of one block, end to end, or of parts that are each the whole block."""
+    if sections:
+        return torch.cat([part.values for part in parts])
+    total = parts[0].values.clone()
+    for part in parts[1:]:
+        total += part.values
+    return total
+
+
+def _with_momentum(mean: Tensor, block: SparseVector, buffer: Buffer, config: Updates) -> SparseVector:
     momentum = buffer.read()
-    step = _outer_step(part.values, momentum, config)
+    step = _outer_step(mean, momentum, config)
     buffer.write(momentum)
-    return replace(part, values=step)
+    return replace(block, values=step)
 
 
 def _decay(weight: Tensor, anchor: Tensor, keep: float) -> None:

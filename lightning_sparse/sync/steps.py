@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_sparse.protocols import Tap
 
+log = logging.getLogger(__name__)
+
 
 class Steps:
     """Announces steps that Lightning makes (also those that a loss scaler skips), and those behind its back.
@@ -17,10 +20,14 @@ class Steps:
     Args:
         tap: is told before and after each step.
         optimizers: manual optimization may step them without asking Lightning; their hooks tell.
+        on_nonfinite: "skip" or "raise", for steps whose gradients are not finite; None lets them be, as where a loss
+            scaler looks after that.
     """
 
-    def __init__(self, tap: Tap, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, tap: Tap, optimizers: Sequence[Optimizer], on_nonfinite: str | None = None) -> None:
+        self.skipped = 0
         self._tap = tap
+        self._on_nonfinite = on_nonfinite
         self._inside = False
         self._handles: list[Any] = []
         for optimizer in optimizers:
@@ -38,33 +45,43 @@ class Steps:
             self._inside = False
         self._tap.after_step(optimizer)
 
+    def guarded(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step that Lightning makes, with a look at the gradients behind it."""
+
+        def run() -> Any:
+            result = closure()
+            self._look(optimizer)
+            return result
+
+        return run
+
     def close(self) -> None:
         """Let go of the optimizers."""
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._inside:
             self._tap.before_step(optimizer)
-        # step(self, closure): what runs in the closure is still the user's, weights move behind it
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._then_begin(args[1], optimizer), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._then_begin(kwargs["closure"], optimizer)}
-        self._tap.begin_update(optimizer)
-        return None
+            self._look(optimizer)
 
-    def _then_begin(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        def wrapped() -> Any:
-            # an optimizer may call it again
-            self._tap.end_update(optimizer)
-            result = closure()
-            self._tap.begin_update(optimizer)
-            return result
-
-        return wrapped
+    def _look(self, optimizer: Optimizer) -> None:
+        if self._on_nonfinite is None or not self._tap.refuses(optimizer):
+            return
+        where = f"{type(optimizer).__name__} after {self._tap.steps} steps"
+        if self._on_nonfinite == "raise":
+            self._tap.give_up(
+                f"sparse_ddp: expected finite gradients on every rank, got NaN or inf for {where}: lower the learning"
+                " rate, or pass on_nonfinite='skip'"
+            )
+            return
+        self.skipped += 1
+        log.warning(f"sparse_ddp: NaN or inf in gradients for {where}: this step is skipped ({self.skipped} so far)")
+        # optimizers pass over parameters without gradient: no weight, no momentum, no decay moves
+        for entry in optimizer.param_groups:
+            for parameter in entry["params"]:
+                parameter.grad = None
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self._tap.end_update(optimizer)
         if not self._inside:
             self._tap.after_step(optimizer)

@@ -27,10 +27,10 @@ class Updates:
         every: optimizer steps between two exchanges, at least 1.
         anchor_step: eta, a positive number or a schedule of the exchange's count; None takes sqrt(world_size) for
             adaptive optimizers whose ranks pick entries of their own (``TopK``), and 1 otherwise.
-        lr_scale: factor on the optimizer's learning rates while it moves weights, a positive number or a schedule of
-            the optimizer's steps; None measures one for each parameter, from 1 to sqrt(world_size) (``Agreement``), for
-            adaptive optimizers whose ranks agree on the entries (``WeightBlocks``) if no anchor step is given, and is
-            1 otherwise. Weight decay that is multiplied by the learning rate, as AdamW's is, is scaled with it.
+        lr_scale: factor on the optimizer's steps, as if on its learning rates: a positive number or a schedule of the
+            steps; None measures one for each parameter, from 1 to sqrt(world_size) (``Agreement``), for adaptive
+            optimizers whose ranks agree on the entries (``WeightBlocks``) if no anchor step is given, and is 1
+            otherwise. Takes a copy of the weights. Weight decay in the optimizer's step is scaled with it.
         outer_momentum: mu in [0, 1), of the means (DiLoCo); needs entries that ranks agree on. ``m = mu * m + mean``,
             and the anchor and the weights move by ``mean + mu * m``, or by ``m``, instead of ``mean``.
         nesterov: the first of the two forms.

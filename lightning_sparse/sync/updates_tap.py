@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sparse.finite import are_finite
 from lightning_sparse.job import Job
-from lightning_sparse.protocols import Schedule
+from lightning_sparse.protocols import Owed
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.schedules import constant
-from lightning_sparse.sync.agreement import Agreement
-from lightning_sparse.sync.buffers import average, share_buffers
+from lightning_sparse.sync import saved
+from lightning_sparse.sync.buffers import share_buffers
+from lightning_sparse.sync.factors import factors
 from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.merge import merge
 from lightning_sparse.sync.outside import Outside
-from lightning_sparse.sync.rates import Rates, check_rates
+from lightning_sparse.sync.shown import Shown, settle
 from lightning_sparse.sync.updates import Updates
 
 
@@ -50,26 +52,23 @@ class UpdatesTap:
         self._reducer = reducer
         self._module = module
         self._groups: dict[int, Group] = {}
+        self._optimizers = list(optimizers)
         if config.outer_momentum and not reducer.compressor.agreed:
             raise ValueError(
                 f"Updates: outer_momentum needs entries that are the same on every rank, got {reducer.compressor}:"
-                " use compressor=WeightBlocks() or density=1"
+                " use compressor=WeightBlocks(), at density=1 too"
             )
         default = 0 if reducer.compressor.agreed else 1024
         self._dense_below = config.dense_below if config.dense_below is not None else default
-        self._shared = False
-        self._finished = False
         self._before: list[Tensor] | None = None
-        self._rates = Rates()
         self._unowned = {id(p): (n, p) for n, p in module.named_parameters() if p.numel()}
         for position, optimizer in enumerate(optimizers):
             name = f"optimizer {position}"
-            group = Group(name, *self._factors(name, is_linear(optimizer)))
-            if isinstance(group.lr_scale, Agreement):
-                check_rates(optimizer)
+            group = Group(name, *factors(config, name, reducer, is_linear(optimizer)))
             self._groups[id(optimizer)] = group
             self._adopt(group, optimizer)
         self._outside = Outside(self._unowned.values())
+        self._shown = Shown(self._groups, self._merge, self._share_rest)
 
     @property
     def steps(self) -> int:
@@ -77,28 +76,22 @@ class UpdatesTap:
         return next((group.steps for group in self._groups.values()), 0)
 
     def lr_scales(self) -> dict[str, float]:
-        """The factor on the learning rate of the next step, by parameter name."""
-        return {name: group.rate()(p) for group in self._groups.values() for name, p in group.parameters.items()}
+        """The factor on the next step, by parameter name."""
+        return {name: scale for group in self._groups.values() for name, scale in group.lr_scales().items()}
 
+    @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(group.parameters)]
-        if isinstance(group.lr_scale, Agreement):
-            group.lr_scale.before_step(group.steps, group.by_name())
+        group.before_step()
 
-    def begin_update(self, optimizer: Optimizer) -> None:
-        self._rates.scale(optimizer, self._group(optimizer).rate())
-
-    def end_update(self, optimizer: Optimizer) -> None:
-        self._rates.restore()
-
+    @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
         group = self._group(optimizer)
-        if isinstance(group.lr_scale, Agreement):
-            group.lr_scale.after_step(group.by_name())
+        group.after_step()
         before, self._before = self._before, None
         if before is not None:
             moved = zip(group.views(group.parameters), before, strict=True)
@@ -117,6 +110,13 @@ class UpdatesTap:
         if not self._config.overlap:
             self._merge(group)
 
+    def refuses(self, optimizer: Optimizer) -> bool:
+        gradients = [p.grad for entry in optimizer.param_groups for p in entry["params"] if p.grad is not None]
+        return not are_finite(gradients)
+
+    def give_up(self, message: str) -> None:
+        """Nothing more: weights that are not finite end the next exchange on every rank."""
+
     def check(self) -> None:
         """Nothing: errors are raised where an exchange is waited for."""
 
@@ -126,20 +126,13 @@ class UpdatesTap:
             if group.flight is not None:
                 group.flight.result()
             group.restart()
-        self._shared = self._finished = False
+        self._shown.restart()
 
     def enter_shared(self) -> None:
-        self._enter(together=True)
+        self._shown.enter(together=True)
 
-    @torch.no_grad()
     def leave_shared(self) -> None:
-        if not self._shared:
-            return
-        self._shared = False
-        for group in self._groups.values():
-            for view, own in zip(group.views(group.parameters), group.own, strict=True):
-                view.copy_(own)
-            group.own = []
+        self._shown.leave()
 
     @contextmanager
     def shared(self, together: bool) -> Iterator[None]:
@@ -148,41 +141,58 @@ class UpdatesTap:
         Args:
             together: every rank enters it, so buffers can be shared and exchanges waited for.
         """
-        if self._shared or self._finished:
+        if self._shown.is_shown:
             yield
             return
-        self._enter(together)
+        self._shown.enter(together)
         try:
             yield
         finally:
-            self.leave_shared()
+            self._shown.leave()
 
     def finish(self) -> None:
-        self._end(together=True)
+        self._shown.end(together=True)
 
-    @torch.no_grad()
     def settle(self) -> None:
         """After everybody's last hook: weights that a callback replaced since ``finish`` are averaged over ranks.
 
         Every rank calls it.
         """
-        weights, moved = [], torch.zeros(1)
-        for group in self._groups.values():
-            for view, anchor in group.pairs():
-                weights.append(view)
-                moved += not torch.equal(view, anchor.to(view.dtype))
-        device = weights[0].device if weights else None
-        transport = self._reducer.transport
-
-        def agree() -> None:
-            if bool(transport.all_reduce_mean_(moved.to(device)).any()):
-                average(weights, transport)
-
-        self._reducer.call(agree)
+        settle(self._groups.values(), self._reducer)
 
     def abandon(self) -> None:
         """Training ended early: the module keeps the anchor, and nobody is waited for."""
-        self._end(together=False)
+        self._shown.end(together=False)
+
+    @torch.no_grad()
+    def shared_state(self) -> dict[str, Any]:
+        for group in self._groups.values():
+            self._merge(group)
+        return {"groups": [group.shared_state() for group in self._groups.values()]}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        groups = state["groups"]
+        if len(groups) != len(self._groups):
+            raise ValueError(
+                f"Updates: expected a checkpoint of {len(self._groups)} optimizers, got one of {len(groups)}:"
+                " it belongs to another model"
+            )
+        for optimizer, group, part in zip(self._optimizers, self._groups.values(), groups, strict=True):
+            # a callback may have brought parameters back before
+            self._adopt(group, optimizer)
+            group.load_shared_state(part)
+
+    def own_state(self) -> dict[str, dict[str, Tensor]]:
+        return saved.own_state(self._groups.values())
+
+    def load_own_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        saved.load_own_state(self._groups.values(), state)
+
+    def owed(self, world_size: int) -> Owed:
+        return saved.owed(self._groups.values(), world_size)
+
+    def load_owed(self, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
+        saved.load_owed(self._groups.values(), owed)
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
@@ -191,22 +201,6 @@ class UpdatesTap:
             for view, anchor in group.pairs():
                 squares += float((view.float() - anchor).double().square().sum())
         return {"left": math.sqrt(squares), "input": math.hypot(*(group.moved for group in self._groups.values()))}
-
-    def _factors(self, name: str, is_linear: bool) -> tuple[Schedule, Schedule | Agreement]:
-        """The anchor step and the learning rate's scale for one optimizer."""
-        config, eta = self._config, self._config.anchor_step
-        agreed = self._reducer.compressor.agreed
-        if config.lr_scale is not None:
-            scale: Schedule | Agreement = _schedule(config.lr_scale)
-        elif agreed and not is_linear and eta is None:
-            scale = Agreement(name, self._reducer)
-        else:
-            # whoever gives an anchor step has put the factor there
-            scale = constant(1.0)
-        if eta is None:
-            # local Adam divides by the noise of one rank's gradient, dense Adam by that of the mean
-            eta = 1.0 if agreed or is_linear else math.sqrt(self._reducer.transport.world_size)
-        return _schedule(eta), scale
 
     def _adopt(self, group: Group, optimizer: Optimizer) -> None:
         """Take up parameters that the optimizer has got since; they have not been trained, so ranks agree on them."""
@@ -217,24 +211,6 @@ class UpdatesTap:
         mine = [id(p) for entry in optimizer.param_groups for p in entry["params"]]
         # a parameter of two optimizers belongs to the first
         group.add(dict(self._unowned.pop(key) for key in mine if key in self._unowned))
-
-    @torch.no_grad()
-    def _enter(self, together: bool) -> None:
-        # an error in a step ends it without notice
-        self._rates.restore()
-        if self._shared or self._finished:
-            return
-        self._shared = True
-        self._show_anchor(keep=True, together=together)
-
-    @torch.no_grad()
-    def _end(self, together: bool) -> None:
-        self._rates.restore()
-        if self._finished:
-            return
-        self.leave_shared()
-        self._show_anchor(keep=False, together=together)
-        self._finished = True
 
     def _share_rest(self) -> None:
         def share() -> None:
@@ -251,16 +227,6 @@ class UpdatesTap:
             )
         return self._groups[id(optimizer)]
 
-    def _show_anchor(self, keep: bool, together: bool) -> None:
-        for group in self._groups.values():
-            if together:
-                self._merge(group)
-            group.own = [view.clone() for view in group.views(group.parameters)] if keep else []
-            for view, anchor in group.pairs():
-                view.copy_(anchor)
-        if together:
-            self._share_rest()
-
     @torch.no_grad()
     def _merge(self, group: Group) -> None:
         """Wait for the exchange in flight and add its mean to the anchor and to this rank's weights."""
@@ -275,7 +241,3 @@ class UpdatesTap:
                 f" {group.steps} steps ({group.name}); the anchor is untouched: lower the learning rate or clip"
             )
         merge(group, outcome, self._config, self._reducer.communicator.agreed)
-
-
-def _schedule(value: float | Schedule) -> Schedule:
-    return value if callable(value) else constant(float(value))

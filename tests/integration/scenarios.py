@@ -126,10 +126,12 @@ class Ledger(pl.Callback):
 
     def _before(self) -> None:
         self.previous = {name: p.detach().double() for name, p in self.module.named_parameters()}
+        self.scales = self.tap.lr_scales()
 
     def _after(self) -> None:
         for name, p in self.module.named_parameters():
-            _add(self.came, name, p.detach().double() - self.previous[name])
+            # steps are stretched behind this hook
+            _add(self.came, name, self.scales[name] * (p.detach().double() - self.previous[name]))
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.tap.name == "gradients":
@@ -491,13 +493,58 @@ class Poisoned(Net):
         return loss * torch.nan if self.global_step == 10 and self.global_rank == 1 else loss
 
 
+class Watch(pl.Callback):
+    """Weights and what is kept back, around the poisoned step."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Any] = {}
+        self.after: dict[str, Any] = {}
+
+    def look(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+        (optimizer,) = trainer.strategy.optimizers
+        moments = [x.clone() for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        owed = trainer.strategy.tap.owed(RANKS)
+        kept = {f"{kind} {name}": x.clone() for kind, parts in owed.items() for name, x in parts.items()}
+        return {"weights": weights(module), "kept": kept, "moments": moments}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 10:
+            self.before = self.look(trainer, module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 11:
+            self.after = self.look(trainer, module)
+
+
+def skipped() -> dict[str, Any]:
+    """NaN on one rank: training goes on."""
+    out = {}
+    rows = {
+        "updates": ("adamw", ls.SparseDDPStrategy()),
+        "gradients": ("sgd", ls.SparseDDPStrategy(density=0.05, exchange=ls.Gradients())),
+        "blocks": ("sgd", ls.SparseDDPStrategy(exchange=ls.Gradients(), codec=ls.Quantized(2))),
+        "momentum": ("plain", ls.SparseDDPStrategy(density=0.05, memory=ls.MomentumResidual(0.9))),
+        "dense": ("sgd", ls.SparseDDPStrategy(density=1.0, exchange=ls.Gradients())),
+    }
+    for name, (optimizer, strategy) in rows.items():
+        net, watch = Poisoned(optimizer), Watch()
+        monitor = ls.DensityMonitor(every=1)
+        trainer = fit(net, strategy, callbacks=[watch, monitor], gradient_clip_val=1.0)
+        summary = trainer.strategy.summary()
+        out[name] = {"weights": weights(net), "seen": (watch.before, watch.after), "skipped": summary["skipped"]}
+        out[name]["logged"] = float(trainer.callback_metrics.get("sparse/skipped", 0))
+    return out
+
+
 def stopped() -> dict[str, Any]:
     """Errors of the exchange end fit on every rank, in their own words."""
     out = {}
-    net = Poisoned("adamw")
-    with pytest.raises(FloatingPointError, match="expected finite weights on every rank"):
-        fit(net, ls.SparseDDPStrategy(density=0.05))
-    out["nan"] = {"weights": weights(net)}
+    messages = {"updates": "expected finite weights on every rank", "gradients": "expected finite gradients on every"}
+    for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
+        net = Poisoned("adamw")
+        with pytest.raises(FloatingPointError, match=messages[name]):
+            fit(net, ls.SparseDDPStrategy(density=0.05, exchange=exchange, on_nonfinite="raise"))
+        out[f"nan {name}"] = {"weights": weights(net)}
     for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
         net = Net("adamw")
         density = ls.piecewise({0: 0.05, 5: 7.0})
@@ -543,6 +590,7 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
     averaged,
     scaled,
     found,
+    skipped,
     stopped,
     disagreeing,
     interrupted,

@@ -171,9 +171,33 @@ def test_the_learning_rate_finder_leaves_no_trace(ranks: list[dict[str, Any]], c
     assert same(ranks[0]["found"][f"{case} plain"]["weights"], ranks[0]["found"][f"{case} found"]["weights"])
 
 
+@pytest.mark.parametrize("case", ["gradients", "blocks", "momentum", "dense"])
+def test_gradients_that_are_not_finite_touch_nothing_on_any_rank(ranks: list[dict[str, Any]], case: str) -> None:
+    """No weight and no moment of the optimizer, bit for bit; what is kept back, up to rounding."""
+    for rank in ranks:
+        before, after = rank["skipped"][case]["seen"]
+        assert rank["skipped"][case]["skipped"] == rank["skipped"][case]["logged"] == 1
+        assert same(before["weights"], after["weights"])
+        assert all(torch.equal(x, y) for x, y in zip(before["moments"], after["moments"], strict=True))
+        assert before["kept"].keys() == after["kept"].keys()
+        for name, x in before["kept"].items():
+            torch.testing.assert_close(after["kept"][name], x, rtol=1e-5, atol=1e-7)
+        assert case == "dense" or any(x.abs().max() > 1e-3 for x in before["kept"].values())
+        assert not same(after["weights"], rank["skipped"][case]["weights"]), "training did not go on"
+
+
+def test_with_updates_only_the_rank_that_is_not_finite_skips(ranks: list[dict[str, Any]]) -> None:
+    for position, rank in enumerate(ranks):
+        before, after = rank["skipped"]["updates"]["seen"]
+        unmoved = all(torch.equal(x, y) for x, y in zip(before["moments"], after["moments"], strict=True))
+        assert unmoved == (position == 1)
+        assert rank["skipped"]["updates"]["skipped"] == position
+        assert all(x.isfinite().all() for x in rank["skipped"]["updates"]["weights"].values())
+
+
 def test_errors_of_the_exchange_leave_sound_weights(ranks: list[dict[str, Any]]) -> None:
     """That each rank was told in words is asserted there; that ranks agree, by the first test here."""
-    for case in ("nan", "updates", "gradients"):
+    for case in ranks[1]["stopped"]:
         assert all(x.isfinite().all() for x in ranks[1]["stopped"][case]["weights"].values())
 
 

@@ -1,0 +1,163 @@
+"""Checkpoint: what ranks owe each other, in the file that Lightning writes."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sparse.protocols import Owed, Tap
+from lightning_sparse.reducer import Reducer
+
+KEY = "sparse_ddp"
+KINDS = ("exact", "mean", "none")
+_VERSION = 1
+
+log = logging.getLogger(__name__)
+
+
+def check_kind(kind: Any) -> None:
+    """Raise ValueError unless it says how to keep what ranks owe."""
+    if kind not in KINDS:
+        raise ValueError(f"SparseDDPStrategy: residual_checkpoint must be one of {KINDS}, got {kind!r}")
+
+
+def save(kind: str, tap: Tap, reducer: Reducer, optimizers: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
+    """What goes into the file: tensors on the CPU and plain values. Every rank calls it; rank 0's result counts.
+
+    Args:
+        kind: "exact", "mean" or "none".
+        tap: whose debts are saved.
+        reducer: averages them.
+        optimizers: this rank's optimizer states.
+        device: whose generator is saved.
+    """
+    state: dict[str, Any] = {"version": _VERSION, "kind": kind, "exchange": tap.name}
+    if kind == "none":
+        return state
+    state["shared"] = _to_cpu(tap.shared_state())
+    world = reducer.transport.world_size
+    if kind == "mean":
+        return state | {"owed": _to_cpu(reducer.call(lambda: _mean(tap.owed(world), reducer)))}
+    mine = {"own": tap.own_state(), "optimizers": list(optimizers), "generators": _generators(device)}
+    ranks: list[Any] | None = [None] * world if reducer.transport.rank == 0 else None
+    dist.gather_object(_to_cpu(mine), ranks)
+    return state | {"ranks": ranks}
+
+
+def load(
+    state: Any, tap: Tap, reducer: Reducer, module: nn.Module, device: torch.device
+) -> Sequence[Mapping[str, Any]] | None:
+    """Take over what ``save`` has made. Every rank calls it with the same state, and either none of them raises or all.
+
+    Returns:
+        This rank's optimizer states, if they are in the file.
+
+    Raises:
+        ValueError: the state belongs to another model, or something of it is missing.
+    """
+    if state is None:
+        log.info("sparse_ddp: the checkpoint is of another strategy; nothing is owed yet")
+        return None
+    _check(state, tap, module)
+    if state["kind"] == "none":
+        log.warning("sparse_ddp: the checkpoint holds nothing of what ranks owed each other; they begin with none")
+        return None
+    tap.load_shared_state(state["shared"])
+    world = reducer.transport.world_size
+    if state["kind"] == "mean":
+        tap.load_owed(state["owed"])
+        return None
+    ranks = state["ranks"]
+    if len(ranks) == world:
+        mine = ranks[reducer.transport.rank]
+        tap.load_own_state(mine["own"])
+        _set_generators(mine["generators"], device)
+        return list(mine["optimizers"])
+    log.warning(
+        f"sparse_ddp: the checkpoint is of {len(ranks)} ranks, there are {world}: each of them begins with the mean of"
+        " what those owed"
+    )
+    total: Owed = {}
+    for rank in ranks:
+        tap.load_own_state(rank["own"])
+        for kind, parts in tap.owed(len(ranks)).items():
+            for name, x in parts.items():
+                share = x.double() / len(ranks)
+                known = total.setdefault(kind, {})
+                known[name] = known[name] + share if name in known else share
+    tap.load_owed({kind: {name: x.float() for name, x in parts.items()} for kind, parts in total.items()})
+    return None
+
+
+def _to_cpu(state: Any) -> Any:
+    """Copies of all tensors: training goes on while the file is written."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        return {key: _to_cpu(x) for key, x in state.items()}
+    return type(state)(_to_cpu(x) for x in state) if isinstance(state, (list, tuple)) else state
+
+
+def _mean(owed: Owed, reducer: Reducer) -> Owed:
+    """The mean over ranks, of every kind and name."""
+    out: Owed = {}
+    for kind in sorted(owed):
+        out[kind] = {name: reducer.transport.all_reduce_mean_(x.clone()) for name, x in sorted(owed[kind].items())}
+    return out
+
+
+def _check(state: Any, tap: Tap, module: nn.Module) -> None:
+    """Raise ValueError unless ``state`` is ours, whole, and of this model."""
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION or state.get("kind") not in KINDS:
+        raise ValueError(
+            f"sparse_ddp: expected a checkpoint's state of version {_VERSION}, got {_describe(state)}:"
+            " it was written by another version, or is damaged"
+        )
+    if state["exchange"] != tap.name and state["kind"] != "none":
+        raise ValueError(
+            f"sparse_ddp: expected a checkpoint of the {tap.name} exchange, got one of {state['exchange']}: pass"
+            f" exchange={state['exchange'].capitalize()}(), or delete checkpoint[{KEY!r}] to begin with nothing owed"
+        )
+    keys = {"exact": ("shared", "ranks"), "mean": ("shared", "owed"), "none": ()}[state["kind"]]
+    if missing := [key for key in keys if not state.get(key) and key not in state]:
+        raise ValueError(f"sparse_ddp: expected {missing[0]!r} in the checkpoint's state, got {sorted(state)}: damaged")
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    owed = state.get("ranks") or [state.get("owed", {})]
+    for part in owed:
+        _check_names(part["own"] if state["kind"] == "exact" else part, sizes)
+
+
+def _check_names(kinds: Any, sizes: Mapping[str, int]) -> None:
+    for kind, parts in kinds.items():
+        for name, x in parts.items():
+            if name not in sizes or not isinstance(x, Tensor) or x.numel() != sizes[name]:
+                got = f"{x.numel()} elements" if isinstance(x, Tensor) else _describe(x)
+                raise ValueError(
+                    f"sparse_ddp: expected {sizes.get(name, 'no')} elements of {kind} for parameter {name!r},"
+                    f" got {got}: the checkpoint belongs to another model"
+                )
+
+
+def _describe(state: Any) -> str:
+    return f"{type(state).__name__} {list(state) if isinstance(state, Mapping) else state!r}"
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_generators(state: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,263 @@
+"""Trains on real ranks, stops, and goes on from a checkpoint; writes what each rank saw to a file.
+
+python resume.py FOLDER RANKS STAGE    Lightning starts the other ranks by running it again.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_sparse as ls
+
+EPOCHS, BATCHES = 4, 5
+SEEDS = 20
+
+
+class Net(pl.LightningModule):
+    """Draws from the generators in every step, as dropout does."""
+
+    def __init__(self, optimizer: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 10)).to(dtype)
+        self.name = optimizer
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        dtype = self.layers[0].weight.dtype
+        return nn.functional.mse_loss(
+            self.layers(batch[0].to(dtype)) * (1 + 0.01 * random.random()), batch[1].to(dtype)
+        )
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Shows the shared weights."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.name == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=0.003)
+
+
+class StoppedError(Exception):
+    """Raised where training is to end."""
+
+
+class StopAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise StoppedError
+
+
+class Owed(pl.Callback):
+    """What the ranks owe each other when training begins, in float64."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        tap = trainer.strategy.tap
+        if tap is not None:
+            owed = tap.owed(trainer.world_size)
+            self.owed = {kind: {n: x.double() for n, x in parts.items()} for kind, parts in owed.items()}
+
+
+def data(ranks: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(8 * ranks * BATCHES, 32, generator=generator)
+    y = torch.tanh(x @ torch.randn(32, 10, generator=generator))
+    return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+
+
+def fit(net: Net, strategy: Any, ranks: int, *callbacks: pl.Callback, path: Path | None = None, **options: Any) -> Any:
+    # dropout must not be the same on every rank
+    torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
+    random.seed(1)
+    defaults: dict[str, Any] = {"max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=ranks,
+        callbacks=list(callbacks),
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{**defaults, **options},
+    )
+    trainer.fit(net, data(ranks), data(ranks), ckpt_path=path, weights_only=True)
+    return trainer
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in net.state_dict().items()}
+
+
+STRATEGIES: dict[str, Any] = {
+    "updates": lambda kind: ls.SparseDDPStrategy(residual_checkpoint=kind),
+    "overlap": lambda kind: ls.SparseDDPStrategy(
+        exchange=ls.Updates(overlap=True, outer_momentum=0.5), residual_checkpoint=kind
+    ),
+    "top-k": lambda kind: ls.SparseDDPStrategy(density=0.05, residual_checkpoint=kind),
+    "bf16": lambda kind: ls.SparseDDPStrategy(residual_checkpoint=kind),
+    "gradients": lambda kind: ls.SparseDDPStrategy(
+        density=0.05, exchange=ls.Gradients(), compressor=ls.SampledTopK(), residual_checkpoint=kind
+    ),
+    "momentum": lambda kind: ls.SparseDDPStrategy(
+        density=0.05, memory=ls.MomentumResidual(0.9), residual_checkpoint=kind
+    ),
+    "gradients blocks": lambda kind: ls.SparseDDPStrategy(
+        exchange=ls.Gradients(), codec=ls.Quantized(2), residual_checkpoint=kind
+    ),
+}
+
+
+def make(name: str) -> Net:
+    return Net(
+        "sgd" if name in ("gradients", "momentum", "gradients blocks") else "adamw", DTYPES.get(name, torch.float32)
+    )
+
+
+DTYPES = {"bf16": torch.bfloat16}
+
+
+def saver(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+
+
+def exact(folder: Path) -> dict[str, Any]:
+    """Stop at a step drawn at random, go on from the last file, and compare with never having stopped."""
+    out: dict[str, Any] = {}
+    names = list(STRATEGIES)
+    for name in names:
+        net = make(name)
+        fit(net, STRATEGIES[name]("exact"), 2, saver(folder / name))
+        out[name] = weights(net)
+    for seed in range(SEEDS):
+        name = names[seed % len(names)]
+        step = random.Random(seed).randrange(BATCHES, EPOCHS * BATCHES)
+        here = folder / f"{name} {seed}"
+        with pytest.raises(StoppedError):
+            fit(make(name), STRATEGIES[name]("exact"), 2, saver(here), StopAt(step))
+        torch.distributed.barrier()
+        net, path = make(name), here / f"epoch={step // BATCHES - 1}.ckpt"
+        fit(net, STRATEGIES[name]("exact"), 2, path=path)
+        out[f"{name}, seed {seed}, step {step}"] = weights(net)
+    return out
+
+
+def save(folder: Path, ranks: int) -> dict[str, Any]:
+    """Train two epochs of four; the files and what was owed then."""
+    out = {}
+    for name in STRATEGIES:
+        for kind in ("exact", "mean", "none"):
+            here = folder / f"{name} {kind} {ranks}"
+            ended = End()
+            fit(make(name), STRATEGIES[name](kind), ranks, saver(here), ended, max_epochs=2)
+            out[f"{name} {kind}"] = ended.owed
+    fit(Net("adamw"), "ddp", ranks, saver(folder / "ddp"), max_epochs=2)
+    return out
+
+
+class End(Owed):
+    """What ranks owe each other when the second epoch is saved."""
+
+    def on_train_start(self, *_: Any) -> None:
+        """Not yet."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_train_start(trainer, module)
+
+
+def go_on(folder: Path, ranks: int, before: int) -> dict[str, Any]:
+    """Go on from what another number of ranks has saved."""
+    out = {}
+    for name in STRATEGIES:
+        for kind in ("exact", "mean", "none"):
+            net, owed = make(name), Owed()
+            path = folder / f"{name} {kind} {before}" / "epoch=1.ckpt"
+            fit(net, STRATEGIES[name](kind), ranks, owed, path=path, max_epochs=3)
+            out[f"{name} {kind}"] = {"owed": owed.owed, "weights": weights(net)}
+    return out
+
+
+def other_strategies(folder: Path, ranks: int) -> dict[str, Any]:
+    """Plain ddp goes on from our file, and we from its."""
+    net = Net("adamw")
+    fit(net, "ddp", ranks, path=folder / f"updates mean {ranks}" / "epoch=1.ckpt", max_epochs=3)
+    out = {"ddp": weights(net)}
+    net = Net("adamw")
+    fit(net, ls.SparseDDPStrategy(), ranks, path=folder / "ddp" / "epoch=1.ckpt", max_epochs=3)
+    return out | {"ours": weights(net)}
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """States that are not ours, not whole, or not of this model."""
+    messages = {}
+    rank = torch.distributed.get_rank()
+    for name, kind in (("updates", "mean"), ("updates", "exact"), ("gradients", "mean")):
+        good = torch.load(folder / f"{name} {kind} 2" / "epoch=1.ckpt", weights_only=True)
+        for fault, break_ in FAULTS.items():
+            path = folder / f"{fault}.ckpt"
+            if rank == 0:
+                bad = {**good, "sparse_ddp": break_({**good["sparse_ddp"]})}
+                torch.save(bad, path)
+            torch.distributed.barrier()
+            with pytest.raises(ValueError, match=r"sparse_ddp|Updates") as caught:
+                fit(make(name), STRATEGIES[name](kind), 2, path=path, max_epochs=3)
+            messages[f"{name} {kind}: {fault}"] = str(caught.value)
+            torch.distributed.barrier()
+    return messages
+
+
+def _parts(state: Any) -> Any:
+    first = state["ranks"][1]["own"] if "ranks" in state else state["owed"]
+    return next(iter(first.values()))
+
+
+def _shorten(state: Any) -> Any:
+    _parts(state)["layers.0.weight"] = torch.zeros(3)
+    return state
+
+
+def _rename(state: Any) -> Any:
+    parts = _parts(state)
+    parts["elsewhere.weight"] = parts.pop("layers.0.weight")
+    return state
+
+
+FAULTS: dict[str, Any] = {
+    "shortened": _shorten,
+    "renamed": _rename,
+    "of another version": lambda state: {**state, "version": 99},
+    "of another exchange": lambda state: {**state, "exchange": "gossip"},
+    "truncated": lambda state: {key: state[key] for key in ("version", "kind", "exchange")},
+    "foreign": lambda state: "something",
+}
+
+
+def run(folder: Path, ranks: int, stage: str) -> None:
+    faulthandler.dump_traceback_later(280, exit=True)
+    if stage == "two":
+        results: dict[str, Any] = {"exact": exact(folder), "save": save(folder, 2)}
+        results |= {"others": other_strategies(folder, 2), "refused": refused(folder)}
+    else:
+        before = 2 if ranks == 4 else 4
+        results = {"go on": go_on(folder, ranks, before)}
+        if ranks == 4:
+            results["save"] = save(folder, 4)
+    torch.save(results, folder / f"{stage}{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,95 @@
+"""What resumed ranks must agree on: read from the files that `resume.py` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integration.launch import run_ranks
+from tests.integration.resume import FAULTS, SEEDS, STRATEGIES
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Results:
+    return run(folder, 2, "two")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: Results) -> Results:
+    return run(folder, 4, "four")
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, four: Results) -> Results:
+    return run(folder, 3, "three")
+
+
+def run(folder: Path, ranks: int, stage: str) -> Results:
+    run_ranks(Path(__file__).with_name("resume.py"), str(folder), str(ranks), stage, cwd=folder, timeout=300)
+    return [torch.load(folder / f"{stage}{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_going_on_is_never_having_stopped(two: Results) -> None:
+    """Twenty runs that were stopped at a step drawn at random: bit-equal, on both ranks."""
+    runs = two[0]["exact"]
+    resumed = [name for name in runs if "seed" in name]
+    assert len(resumed) == SEEDS
+    assert [name for name in resumed if not same(runs[name], runs[name.split(",")[0]])] == []
+    assert [name for name in runs if not same(runs[name], two[1]["exact"][name])] == []
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_mean_of_what_is_owed_is_kept(name: str, two: Results, four: Results, three: Results) -> None:
+    """From two ranks to four, and from four to three: by the mean in the file, and from the state of every rank."""
+    for before, after in ((two, four), (four, three)):
+        for kind in ("mean", "exact"):
+            parts = [rank["save"][f"{name} {kind}"] for rank in before]
+            for debt, by_name in parts[0].items():
+                largest = 0.0
+                for parameter in by_name:
+                    mean = sum(part[debt][parameter] for part in parts) / len(parts)
+                    # half-precision weights round what they take up
+                    scale = 2.0**-8 if name == "bf16" else 1e-6
+                    for rank in after:
+                        mine = rank["go on"][f"{name} {kind}"]["owed"][debt][parameter]
+                        torch.testing.assert_close(mine, mean, rtol=0, atol=scale)
+                    largest = max(largest, float(mean.abs().max()))
+                assert largest > 1e-5, f"nothing of {debt} was owed"
+
+
+def test_ranks_that_go_on_agree(two: Results, four: Results, three: Results) -> None:
+    for results in (four, three):
+        for case, first in results[0]["go on"].items():
+            assert all(same(first["weights"], rank["go on"][case]["weights"]) for rank in results), case
+    for case, weights in two[0]["others"].items():
+        assert same(weights, two[1]["others"][case]), case
+
+
+def test_nothing_is_owed_where_nothing_was_saved(four: Results) -> None:
+    for name in STRATEGIES:
+        owed = four[0]["go on"][f"{name} none"]["owed"]
+        assert all(not x.any() for parts in owed.values() for x in parts.values()), name
+
+
+def test_damaged_states_are_refused_by_every_rank(two: Results) -> None:
+    for rank in two:
+        assert len(rank["refused"]) == 3 * len(FAULTS)
+        for case, message in rank["refused"].items():
+            fault = case.split(": ")[1]
+            name = {"shortened": "'layers.0.weight'", "renamed": "'elsewhere.weight'"}.get(fault, "expected")
+            assert name in message, case
