@@ -29,6 +29,7 @@ OWN = (
     "seed",
     "residual_checkpoint",
     "on_nonfinite",
+    "debug",
 )
 
 

@@ -133,6 +133,9 @@ class Transport(Protocol):
     def bytes(self) -> int:
         """Sent + received by this rank so far, everything included."""
 
+    def announce(self, job: str) -> None:
+        """Say what the next collectives are for."""
+
     def all_gather(self, buffer: Tensor) -> Tensor:
         """[w, b] uint8 from every rank's [b] uint8, in rank order."""
 
@@ -227,6 +230,9 @@ class Tap(Protocol):
 
     def finish(self) -> None:
         """The end of training: the module keeps what is equal on all ranks. Every rank calls it."""
+
+    def equal(self) -> dict[str, Tensor]:
+        """What must be bit-equal on all ranks now, by parameter name."""
 
     def norms(self) -> dict[str, float]:
         """Norms of what is kept back and of what came in at the last watched step."""

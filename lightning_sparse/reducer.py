@@ -70,7 +70,12 @@ class Reducer:
 
     def submit_mean(self, buffer: Tensor) -> Future[Tensor]:
         """Average a small buffer over ranks, behind the exchanges in flight: same shape and dtype."""
-        return self._worker.submit(lambda: self.transport.all_reduce_mean_(buffer))
+
+        def task() -> Tensor:
+            self.transport.announce("a small mean")
+            return self.transport.all_reduce_mean_(buffer)
+
+        return self._worker.submit(task)
 
     def call(self, task: Callable[[], _T]) -> _T:
         """Run ``task`` on the worker, behind every exchange in flight, and wait: nobody else uses the transport."""
@@ -106,6 +111,7 @@ class Reducer:
         """Step 5 of the loop: the mean over ranks. Every rank calls it in the same order."""
         start, decoding = time.perf_counter(), self._codec.seconds
         job, mean = picked.job, None
+        self.transport.announce(f"{job.name} at step {job.step}")
         if picked.sent is not None and picked.wire is not None:
             mean = self.communicator.mean(
                 picked.sent, picked.wire, self._codec, self.transport, lambda: job.memory.lost(job.names, job.inputs)

@@ -23,7 +23,7 @@ from lightning_sparse.arguments import (
     is_linear,
 )
 from lightning_sparse.checkpoint import KEY, check_kind, load, save
-from lightning_sparse.communicators import ProcessGroup
+from lightning_sparse.communicators import Checked, ProcessGroup
 from lightning_sparse.defaults import choose_exchange, choose_parts
 from lightning_sparse.memory import Residual
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
@@ -38,6 +38,8 @@ from lightning_sparse.sync.updates_tap import UpdatesTap
 
 # DDPStrategy of one tree or the other, which mypy cannot know
 _Base: Any = object
+
+_COMPARE_EVERY = 100
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class SparseDDP(_Base):
             that as many ranks go on as if they had never stopped; ``"none"``.
         on_nonfinite: where gradients are NaN or inf and no loss scaler looks after that: ``"skip"`` the step, on every
             rank with ``Gradients``, on the rank it happened to with ``Updates``; or ``"raise"`` on every rank.
+        debug: compare, before every collective, what each rank is about to do, and every 100 steps what must be
+            bit-equal on all of them; errors name the first that differs. Costs one small message per collective.
         **kwargs: everything ``DDPStrategy`` takes, except another communication hook or model averaging.
 
     Raises:
@@ -87,6 +91,7 @@ class SparseDDP(_Base):
         seed: int = 0,
         residual_checkpoint: str = "mean",
         on_nonfinite: str = "skip",
+        debug: bool = False,
         **kwargs: Any,
     ) -> None:
         check_kind(residual_checkpoint)
@@ -102,11 +107,13 @@ class SparseDDP(_Base):
         self._seed = seed
         self._residual_checkpoint = residual_checkpoint
         self._on_nonfinite = on_nonfinite
+        self._debug = debug
         self.tap: GradientsTap | UpdatesTap | None = None
         self.reducer: Reducer | None = None
         self._transport: ProcessGroup | None = None
         self._summary: dict[str, Any] = {}
         self._steps: Steps | None = None
+        self._checked: Checked | None = None
         self._callbacks: list[Any] = []
         self._first: Any = None
 
@@ -164,7 +171,9 @@ class SparseDDP(_Base):
         if self._steps is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._steps.announced(optimizer):
-            return super().optimizer_step(optimizer, self._steps.guarded(optimizer, closure), model, **kwargs)
+            result = super().optimizer_step(optimizer, self._steps.guarded(optimizer, closure), model, **kwargs)
+        self._compare_ranks()
+        return result
 
     def enter_shared(self) -> None:
         """Show what is equal on all ranks in the module. Every rank calls it."""
@@ -226,7 +235,7 @@ class SparseDDP(_Base):
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)
         self._callbacks, self._first = [], None
-        self.tap = self.reducer = self._transport = self._steps = None
+        self.tap = self.reducer = self._transport = self._steps = self._checked = None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -257,7 +266,9 @@ class SparseDDP(_Base):
         self._transport = ProcessGroup(self._timeout, self._process_group_backend)
         schedule = parts.density if callable(parts.density) else constant(float(parts.density))
         algorithm = (parts.compressor, parts.codec, parts.communicator)
-        self.reducer = Reducer(*algorithm, self._transport, schedule, self.root_device, self._seed)
+        self._checked = Checked(self._transport, self.root_device) if self._debug else None
+        transport = self._checked or self._transport
+        self.reducer = Reducer(*algorithm, transport, schedule, self.root_device, self._seed)
         if isinstance(config, Gradients):
             # a copy: every fit starts with an empty memory
             memory = copy.deepcopy(self._memory) if self._memory is not None else Residual()
@@ -273,6 +284,12 @@ class SparseDDP(_Base):
         self._steps = Steps(self.tap, optimizers, None if scaled else self._on_nonfinite)
         if self.is_global_zero:
             log.info(f"sparse_ddp: {self.world_size} ranks, {config}, {parts}")
+
+    def _compare_ranks(self) -> None:
+        if self._checked is None or self.tap is None or self.reducer is None or self.tap.steps % _COMPARE_EVERY:
+            return
+        tap, checked = self.tap, self._checked
+        self.reducer.call(lambda: checked.compare_values(tap.equal(), tap.steps))
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sparse.codecs import Quantized
-from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
+from lightning_sparse.communicators import Checked, CompressedAllReduce, VirtualRanks
 from lightning_sparse.protocols import Transport
 from lightning_sparse.sections import encode_sections
 from lightning_sparse.vector import SparseVector
@@ -55,6 +55,37 @@ def test_bad_arguments() -> None:
         VirtualRanks(0)
     with pytest.raises(ValueError, match="expected buffers of one size"):
         VirtualRanks(2).run(lambda transport: transport.all_gather(torch.zeros(transport.rank + 1)))
+
+
+def test_checked_ranks_name_the_first_difference() -> None:
+    def task(transport: Transport) -> str:
+        checked = Checked(transport, torch.device("cpu"))
+        checked.announce("model at step 3")
+        mean = checked.all_reduce_mean_(torch.full((3,), float(transport.rank)))
+        assert mean.tolist() == [1.0] * 3
+        with pytest.raises(RuntimeError) as caught:
+            checked.all_gather(torch.zeros(4 + (transport.rank == 1), dtype=torch.uint8))
+        return str(caught.value)
+
+    for message in VirtualRanks(3).run(task):
+        assert "collective 2, all-gather of 4 bytes (torch.uint8) for model at step 3 on rank 0" in message
+        assert "collective 2, all-gather of 5 bytes (torch.uint8) for model at step 3 on rank 1" in message
+
+
+def test_values_that_differ_are_named() -> None:
+    def task(transport: Transport) -> str:
+        checked = Checked(transport, torch.device("cpu"))
+        tensors = {"a": torch.zeros(3), "b.weight": torch.zeros(2, 2, dtype=torch.bfloat16), "c": torch.zeros(0)}
+        checked.compare_values(tensors, 100)
+        tensors["b.weight"][0, 0] = 1e-30 * (transport.rank == 2)
+        with pytest.raises(RuntimeError) as caught:
+            checked.compare_values(tensors, 200)
+        return str(caught.value)
+
+    for message in VirtualRanks(3).run(task):
+        assert (
+            "expected 'b.weight' to be bit-equal on all ranks after 200 steps, got another value on rank 2" in message
+        )
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

@@ -81,6 +81,9 @@ class VirtualTransport:
         self.bytes = 0
         self._ranks = ranks
 
+    def announce(self, job: str) -> None:
+        """Nothing: of use where ranks are compared."""
+
     def all_gather(self, buffer: Tensor) -> Tensor:
         self.bytes += gather_bytes(buffer.nbytes, self.world_size)
         return self._meet(buffer, torch.stack)

@@ -81,6 +81,7 @@ class GradientsTap:
         self._scale = scale
         self._error: BaseException | None = None
         self._refused = False
+        self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._order = {name: position for position, name in enumerate(self._names.values())}
         self._find_unused = find_unused
@@ -156,6 +157,9 @@ class GradientsTap:
 
     def load_owed(self, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.load_own_state(owed)
+
+    def equal(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self._module.named_parameters() if p.requires_grad}
 
     def norms(self) -> dict[str, float]:
         return {"left": self._memory.norm(), "input": self._squares**0.5}

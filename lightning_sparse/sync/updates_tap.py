@@ -194,6 +194,9 @@ class UpdatesTap:
     def load_owed(self, owed: Mapping[str, Mapping[str, Tensor]]) -> None:
         saved.load_owed(self._groups.values(), owed)
 
+    def equal(self) -> dict[str, Tensor]:
+        return {name: x for group in self._groups.values() for name, x in group.anchor.flat.items()}
+
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
         squares = 0.0

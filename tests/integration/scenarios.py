@@ -536,6 +536,42 @@ def skipped() -> dict[str, Any]:
     return out
 
 
+class Drifting(Net):
+    """One rank changes a weight behind everybody's back, or trains with a batch more."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__("sgd")
+        self.way = way
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank != 1 or self.global_step != 12:
+            return
+        with torch.no_grad():
+            if self.way == "weight":
+                self.head.weight[0, 0] += 1e-3
+        if self.way == "exchange":
+            self.trainer.strategy.reducer.submit_mean(torch.zeros(5))
+
+
+def checked() -> dict[str, Any]:
+    """With debug=True ranks that part ways are told so; ranks that do not train as without."""
+    out: dict[str, Any] = {}
+    for debug in (False, True):
+        net = Net("adamw")
+        fit(net, ls.SparseDDPStrategy(debug=debug))
+        out[f"debug {debug}"] = {"weights": weights(net)}
+    messages = {}
+    for way, exchange in (("weight", ls.Gradients()), ("exchange", ls.Gradients()), ("exchange", ls.Updates())):
+        with pytest.raises(RuntimeError, match="sparse_ddp: expected") as caught:
+            fit(
+                Drifting(way),
+                ls.SparseDDPStrategy(exchange=exchange, debug=True),
+                train=data(samples=8 * RANKS * 101),
+            )
+        messages[f"{way} {exchange.name}"] = str(caught.value)
+    return out | {"messages": messages}
+
+
 def stopped() -> dict[str, Any]:
     """Errors of the exchange end fit on every rank, in their own words."""
     out = {}
@@ -591,6 +627,7 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
     scaled,
     found,
     skipped,
+    checked,
     stopped,
     disagreeing,
     interrupted,

@@ -195,6 +195,15 @@ def test_with_updates_only_the_rank_that_is_not_finite_skips(ranks: list[dict[st
         assert all(x.isfinite().all() for x in rank["skipped"]["updates"]["weights"].values())
 
 
+def test_ranks_that_part_ways_are_told(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        messages = rank["checked"]["messages"]
+        assert "'head.weight' to be bit-equal on all ranks after 100 steps" in messages["weight gradients"]
+        for tap in ("gradients", "updates"):
+            assert "all-reduce of 20 bytes (torch.float32) for a small mean on rank 1" in messages[f"exchange {tap}"]
+    assert same(ranks[0]["checked"]["debug False"]["weights"], ranks[0]["checked"]["debug True"]["weights"])
+
+
 def test_errors_of_the_exchange_leave_sound_weights(ranks: list[dict[str, Any]]) -> None:
     """That each rank was told in words is asserted there; that ranks agree, by the first test here."""
     for case in ranks[1]["stopped"]:
