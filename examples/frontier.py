@@ -37,12 +37,10 @@ BOARDS = (
         (
             "--recipes dense --ranks 2 --lr 2e-3 4e-3",
             "--recipes dense --ranks 4 8 16 --lr 4e-3",
-            "--recipes dense --ranks 4 --lr 4e-3 --seeds 1 2",
             "--recipes blocks-1bit --density 0.25 --ranks 2 4 8 16 --lr 4e-3",
-            "--recipes blocks-1bit --density 0.25 --ranks 4 --lr 4e-3 --seeds 1 2",
-            "--recipes blocks-2bit --density 0.5 --ranks 4 8 --lr 4e-3",
+            "--recipes dense blocks-1bit --density 0.25 --ranks 4 --lr 4e-3 --seeds 1",
+            "--recipes blocks-2bit --density 0.5 --ranks 4 --lr 4e-3",
             "--recipes blocks-4bit --density 1 --ranks 4 --lr 4e-3",
-            "--recipes gradients-4bit --density 1 --ranks 4 --lr 4e-3",
         ),
     ),
     Board(
@@ -56,7 +54,8 @@ BOARDS = (
         "train_digits.py",
         "--steps 1000",
         (
-            "--recipes dense blocks-1bit --density 0.25 --ranks 2 4 --lr 0.05 0.1 --seeds 0 1 2",
+            "--recipes dense blocks-1bit --density 0.25 --ranks 2 --lr 0.05 0.1 --seeds 0 1 2",
+            "--recipes dense blocks-1bit --density 0.25 --ranks 4 --lr 0.05 0.1",
             "--recipes dense blocks-1bit --density 0.25 --ranks 8 16 --lr 0.1",
         ),
     ),
@@ -80,7 +79,6 @@ NAMES = {
     "blocks-1bit 0.25": "`sparse_ddp`, default",
     "blocks-2bit 0.5": "`density=0.5, codec=Quantized(2)`",
     "blocks-4bit 1": "`density=1, codec=Quantized(4)`",
-    "gradients-4bit 1": "`exchange=Gradients(), density=1, codec=Quantized(4)`",
 }
 
 
