@@ -85,7 +85,9 @@ class Quantized:
             )
         # slices may be misaligned for their type, so they are copied
         start, count = wire[:_HEAD].clone().view(torch.int64).unbind()
-        if not wire.is_cuda and not (int(start) >= 0 and 0 <= int(count) <= capacity and int(start + count) <= numel):
+        if not wire.is_cuda and not (
+            int(start) >= 0 and 0 <= int(count) <= capacity and int(start) + int(count) <= numel
+        ):
             raise ValueError(
                 f"Quantized: expected a block in [0, {numel}) of at most {capacity} entries,"
                 f" got {int(count)} from {int(start)}: corrupt payload"
