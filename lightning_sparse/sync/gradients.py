@@ -83,6 +83,7 @@ class GradientsTap:
         self._refused = False
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._wrapped = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         self._order = {name: position for position, name in enumerate(self._names.values())}
         self._find_unused = find_unused
         self._waiting: list[_Bucket] = []
@@ -107,7 +108,16 @@ class GradientsTap:
         return entry.future
 
     def before_step(self, optimizer: Any) -> None:
-        """Nothing: the exchange happens in the backward pass."""
+        """Raise RuntimeError on a parameter that DDP does not know: ranks would train it apart, without a word."""
+        for entry in optimizer.param_groups:
+            for parameter in entry["params"]:
+                if parameter.requires_grad and id(parameter) not in self._wrapped:
+                    name = self._names.get(id(parameter), "a parameter outside the module")
+                    raise RuntimeError(
+                        f"Gradients: expected {name!r} to stay frozen, as it was when fit began, got"
+                        " requires_grad=True: DDP exchanges no gradient of it. Unfreeze it before fit, or pass"
+                        " exchange=Updates()"
+                    )
 
     def after_step(self, optimizer: Any) -> None:
         """Nothing: the exchange happens in the backward pass."""
