@@ -87,6 +87,9 @@ class Blocking:
         self.go = threading.Event()
         self.go.set()
 
+    def announce(self, job: str) -> None:
+        """Nothing."""
+
     def all_gather(self, buffer: Tensor) -> Tensor:
         assert self.go.wait(10)
         self.bytes += 100
@@ -127,6 +130,7 @@ class Running:
 
     tap: Tap
     reducer: Reducer
+    skipped: int = 0
 
     def summary(self) -> dict[str, Any]:
         return {"exchange": "updates", "world_size": 2, "dense_bytes_per_step": 880}

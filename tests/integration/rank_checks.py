@@ -137,19 +137,15 @@ def _bad_rank(transport: ProcessGroup, compressor: Any) -> Tensor:
     before = {name: x.clone() for name, x in tap.memory.state_dict()["residual"].items()}
     lost = {name: x.clone() for name, x in tap.memory.state_dict()["lost"].items()}
     last = transport.rank == transport.world_size - 1
-    owed = {name: x.clone() for name, x in before.items()}
     for where in ("sparse", "dense", "all"):
         gradient, small = normal(7 + transport.rank), torch.ones(9)
         if last:
             (small if where == "dense" else gradient)[2] = torch.nan
-        else:
-            # the others keep what nobody accepted
-            owed = {"big": owed["big"] + gradient[:3000], "other": owed["other"] + gradient[3000:]}
         outcome = tap.step(1 if where != "all" else 5, gradient, small)
         assert not outcome.finite, where
         for name, x in tap.memory.state_dict()["residual"].items():
-            # bf16 on the wire: entries come back rounded, the rounding error never left
-            torch.testing.assert_close(x, before[name] if last else owed[name], rtol=0, atol=0 if last else 1e-6)
+            # the others have added their gradient and taken it back, which rounds
+            torch.testing.assert_close(x, before[name], rtol=0, atol=0 if last else 2e-6)
         assert all(torch.equal(x, lost[name]) for name, x in tap.memory.state_dict()["lost"].items()), where
     assert all(x.isfinite().all() for x in tap.memory.state_dict()["residual"].values())
     outcome = tap.step(2, normal(9 + transport.rank), torch.ones(9))
