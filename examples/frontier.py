@@ -55,6 +55,8 @@ BOARDS = (
         "--steps 1000",
         (
             "--recipes dense blocks-1bit --density 0.25 --ranks 2 --lr 0.05 0.1 --seeds 0 1 2",
+            "--recipes blocks-2bit --density 0.5 --ranks 2 --lr 0.05 0.1 --seeds 0 1 2",
+            "--recipes blocks-4bit --density 1 --ranks 2 --lr 0.05 0.1 --seeds 0 1 2",
             "--recipes dense blocks-1bit --density 0.25 --ranks 4 --lr 0.05 0.1",
             "--recipes dense blocks-1bit --density 0.25 --ranks 8 16 --lr 0.1",
         ),
