@@ -125,7 +125,7 @@ def _check(state: Any, tap: Tap, module: nn.Module) -> None:
             f" exchange={state['exchange'].capitalize()}(), or delete checkpoint[{KEY!r}] to begin with nothing owed"
         )
     keys = {"exact": ("shared", "ranks"), "mean": ("shared", "owed"), "none": ()}[state["kind"]]
-    if missing := [key for key in keys if not state.get(key) and key not in state]:
+    if missing := [key for key in keys if key not in state]:
         raise ValueError(f"sparse_ddp: expected {missing[0]!r} in the checkpoint's state, got {sorted(state)}: damaged")
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     owed = state.get("ranks") or [state.get("owed", {})]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import sys
@@ -20,26 +19,20 @@ from lightning_sparse.arguments import (
     check_parts,
     check_ranks_agree,
     check_unused,
-    is_linear,
 )
 from lightning_sparse.checkpoint import KEY, check_kind, load, save
-from lightning_sparse.communicators import Checked, ProcessGroup
+from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
-from lightning_sparse.memory import Residual
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.schedules import constant
 from lightning_sparse.summary import summarise
 from lightning_sparse.sync import Gradients, Updates
-from lightning_sparse.sync.buffers import broadcast_state
 from lightning_sparse.sync.gradients import GradientsTap
 from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
 # DDPStrategy of one tree or the other, which mypy cannot know
 _Base: Any = object
-
-_COMPARE_EVERY = 100
 
 log = logging.getLogger(__name__)
 
@@ -100,22 +93,27 @@ class SparseDDP(_Base):
         known = [name for name in inspect.signature(super().__init__).parameters if name != "kwargs"]
         check_ddp_options(kwargs, known)
         super().__init__(**kwargs)
-        self._exchange = choose_exchange(exchange, memory)
-        self._memory = memory
-        self._parts = choose_parts(self._exchange, density, compressor, codec, communicator)
-        check_unused(self._exchange, self._parts.codec, kwargs)
-        self._seed = seed
+        chosen = choose_exchange(exchange, memory)
+        parts = choose_parts(chosen, density, compressor, codec, communicator)
+        check_unused(chosen, parts.codec, kwargs)
+        self._plan = Plan(chosen, parts, memory, seed, debug)
         self._residual_checkpoint = residual_checkpoint
         self._on_nonfinite = on_nonfinite
-        self._debug = debug
-        self.tap: GradientsTap | UpdatesTap | None = None
-        self.reducer: Reducer | None = None
-        self._transport: ProcessGroup | None = None
+        self._connection: Connection | None = None
         self._summary: dict[str, Any] = {}
         self._steps: Steps | None = None
-        self._checked: Checked | None = None
         self._callbacks: list[Any] = []
         self._first: Any = None
+
+    @property
+    def tap(self) -> GradientsTap | UpdatesTap | None:
+        """Where ``fit`` takes what is exchanged; None outside of ``fit``, and with ``Updates`` on one rank."""
+        return self._connection.tap if self._connection is not None else None
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """Exchanges what the tap takes."""
+        return self._connection.reducer if self._connection is not None else None
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree is given this strategy
@@ -135,7 +133,7 @@ class SparseDDP(_Base):
             return
         check_parameters(self._module)
         super().setup(trainer)
-        self._connect(trainer)
+        self._begin(trainer)
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward, and raise what went wrong in the exchange beside it."""
@@ -153,18 +151,36 @@ class SparseDDP(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add what ranks owe each other, unless only weights are saved, and write the file on rank 0."""
         if self.tap is not None and self.reducer is not None and "optimizer_states" in checkpoint:
-            # while an exception is handled, other ranks may not come
-            kind = self._residual_checkpoint if sys.exc_info()[0] is None else "none"
+            kind = self._residual_checkpoint
+            if sys.exc_info()[0] is not None:
+                kind = "none"
+                if self.is_global_zero:
+                    log.warning(
+                        "sparse_ddp: saved while an exception is handled, where other ranks may not come: the file"
+                        " holds nothing of what ranks owe each other"
+                    )
             checkpoint[KEY] = save(kind, self.tap, self.reducer, checkpoint["optimizer_states"], self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, except behind a checkpoint that is saved on the way out of an exception."""
+        # other ranks may not come: stock DDP waits for them there until its timeout
+        if name != "Trainer.save_checkpoint" or sys.exc_info()[0] is None:
+            super().barrier(name)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load optimizer states, and what ranks owe each other."""
         super().load_optimizer_state_dict(checkpoint)
-        if self.tap is not None and self.reducer is not None:
-            own = load(checkpoint.get(KEY), self.tap, self.reducer, self._module, self.root_device)
+        alone = self._connection is None and self.world_size == 1 and KEY in checkpoint
+        connection = self._connect() if alone else self._connection
+        if connection is not None:
+            tap, reducer = connection.tap, connection.reducer
+            own = load(checkpoint.get(KEY), tap, reducer, self._module, self.root_device)
             if own is not None:
                 super().load_optimizer_state_dict({"optimizer_states": own})
+            if alone:
+                # what several ranks owed is in the weights now
+                connection.close()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
@@ -172,7 +188,8 @@ class SparseDDP(_Base):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._steps.announced(optimizer):
             result = super().optimizer_step(optimizer, self._steps.guarded(optimizer, closure), model, **kwargs)
-        self._compare_ranks()
+        if self._connection is not None:
+            self._connection.compare_ranks()
         return result
 
     def enter_shared(self) -> None:
@@ -225,17 +242,14 @@ class SparseDDP(_Base):
         """Stop the worker, give the process group up, and tear down as ``DDPStrategy`` does."""
         if isinstance(self.tap, UpdatesTap):
             self.tap.abandon()
-        if self.reducer is not None and self._transport is not None:
+        if self._connection is not None:
             self._summary = self.summary()
-            # a group in use cannot be given up
-            if self.reducer.close():
-                self._transport.close()
+            self._connection.close()
         if self._steps is not None:
             self._steps.close()
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)
-        self._callbacks, self._first = [], None
-        self.tap = self.reducer = self._transport = self._steps = self._checked = None
+        self._callbacks, self._first, self._steps, self._connection = [], None, None, None
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -255,41 +269,40 @@ class SparseDDP(_Base):
     def _module(self) -> nn.Module:
         return self.lightning_module
 
-    def _connect(self, trainer: Any) -> None:
-        optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
-        config, parts = self._exchange, self._parts
+    def _begin(self, trainer: Any) -> None:
+        """Connect the tap to the optimizers, before the first step."""
+        check_ranks_agree(str(self._plan), self._module)
+        is_updates = isinstance(self._plan.exchange, Updates)
         if self.world_size == 1:
             log.info("sparse_ddp: one rank, nothing to exchange")
-            super().configure_ddp()
-            return
-        check_ranks_agree(f"{config}, {parts}, seed {self._seed}", self._module)
-        self._transport = ProcessGroup(self._timeout, self._process_group_backend)
-        schedule = parts.density if callable(parts.density) else constant(float(parts.density))
-        algorithm = (parts.compressor, parts.codec, parts.communicator)
-        self._checked = Checked(self._transport, self.root_device) if self._debug else None
-        transport = self._checked or self._transport
-        self.reducer = Reducer(*algorithm, transport, schedule, self.root_device, self._seed)
-        if isinstance(config, Gradients):
-            # a copy: every fit starts with an empty memory
-            memory = copy.deepcopy(self._memory) if self._memory is not None else Residual()
-            unused = bool(self._ddp_kwargs.get("find_unused_parameters", False))
-            self.tap = GradientsTap(config, self.reducer, memory, self._module, unused, self._loss_scale)
-            super().configure_ddp()
-        else:
-            broadcast_state(self._module, self._transport)
-            self.tap = UpdatesTap(config, self.reducer, self._module, optimizers, is_linear)
+            if is_updates:
+                super().configure_ddp()
+                return
+        self._connection = self._connect()
+        if is_updates:
             self._callbacks, self._first = trainer.callbacks, self._first_callback()
             self._callbacks.insert(0, self._first)
+        else:
+            super().configure_ddp()
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
-        self._steps = Steps(self.tap, optimizers, None if scaled else self._on_nonfinite)
-        if self.is_global_zero:
-            log.info(f"sparse_ddp: {self.world_size} ranks, {config}, {parts}")
+        self._steps = Steps(self._connection.tap, self._bare_optimizers(), None if scaled else self._on_nonfinite)
+        if self.is_global_zero and self.world_size > 1:
+            log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
 
-    def _compare_ranks(self) -> None:
-        if self._checked is None or self.tap is None or self.reducer is None or self.tap.steps % _COMPARE_EVERY:
-            return
-        tap, checked = self.tap, self._checked
-        self.reducer.call(lambda: checked.compare_values(tap.equal(), tap.steps))
+    def _connect(self) -> Connection:
+        return Connection(
+            self._plan,
+            self._module,
+            self._bare_optimizers(),
+            self.root_device,
+            self._timeout,
+            self._process_group_backend,
+            bool(self._ddp_kwargs.get("find_unused_parameters", False)),
+            self._loss_scale,
+        )
+
+    def _bare_optimizers(self) -> list[Optimizer]:
+        return [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)

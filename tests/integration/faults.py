@@ -1,6 +1,6 @@
 """Injects a fault into one of two ranks that train, and reports how each of them ended.
 
-python tests/integration/faults.py                   # 50 faults, a table, some minutes
+python tests/integration/faults.py                   # 60 faults, a table, some minutes
 python tests/integration/faults.py --run FOLDER TAP FAULT STEP RANK     # one of them (Lightning starts the other rank)
 """
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_sparse as ls
 
 ROOT = Path(__file__).parents[2]
-FAULTS = ("kill", "raise", "stall", "nan", "corrupt")
+FAULTS = ("kill", "raise", "stall", "nan", "corrupt", "interrupt")
 TAPS = ("updates", "gradients")
 STEPS, TIMEOUT = 12, 6.0
 PATIENCE = 60.0
@@ -38,12 +38,13 @@ PATIENCE = 60.0
 
 
 class Ended(NamedTuple):
-    """How one run ended: seconds, exit status of each process known, and what the ranks wrote."""
+    """How one run ended: seconds, exit status of each process known, what the ranks wrote, what the last file holds."""
 
     seconds: float
     codes: dict[int, int]
     ranks: dict[int, dict[str, Any]]
     text: str
+    saved: str
 
 
 class Net(pl.LightningModule):
@@ -70,6 +71,9 @@ class Fault(pl.Callback):
             return
         if self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "interrupt":
+            # Ctrl-C reaches every process of the terminal
+            os.killpg(0, signal.SIGINT)
         if self.fault == "stall":
             time.sleep(10 * PATIENCE)
         if self.fault == "raise":
@@ -96,7 +100,11 @@ def train(folder: Path, tap: str, fault: str, step: int, rank: int) -> None:
         devices=2,
         max_epochs=1,
         logger=False,
-        callbacks=[Fault(fault, step, rank), ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)],
+        callbacks=[
+            Fault(fault, step, rank),
+            ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1),
+            OnExceptionCheckpoint(folder),
+        ],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -111,7 +119,10 @@ def train(folder: Path, tap: str, fault: str, step: int, rank: int) -> None:
         out["threads"] = [thread.name for thread in threading.enumerate()]
         out["finite"] = all(bool(p.isfinite().all()) for p in net.parameters())
         me = int(os.environ.get("LOCAL_RANK", "0"))
-        (folder / f"rank{me}.json").write_text(json.dumps(out))
+        # this process may be killed at any time from here on
+        part = folder / f"rank{me}.part"
+        part.write_text(json.dumps(out))
+        part.replace(folder / f"rank{me}.json")
 
 
 def damage(folder: Path, step: int) -> None:
@@ -160,7 +171,17 @@ def inject(folder: Path, tap: str, fault: str, step: int, rank: int) -> Ended:
         out.seek(0)
         text = out.read()
     ranks = {int(p.stem[4:]): json.loads(p.read_text()) for p in folder.glob("rank*.json")}
-    return Ended(seconds, codes, ranks, text)
+    return Ended(seconds, codes, ranks, text, _saved(folder / "on_exception.ckpt"))
+
+
+def _saved(path: Path) -> str:
+    """What is wrong with a file saved on the way out; empty if nothing is, "none" if there is no file."""
+    if not path.exists():
+        return "none"
+    checkpoint = torch.load(path, weights_only=True)
+    Net().load_state_dict(checkpoint["state_dict"])
+    finite = all(bool(x.isfinite().all()) for x in checkpoint["state_dict"].values())
+    return "" if finite and checkpoint["sparse_ddp"]["kind"] == "none" else "damaged"
 
 
 def _alive(group: int) -> bool:
@@ -184,6 +205,15 @@ def verdict(fault: str, rank: int, ended: Ended) -> str:
         return "" if errors and all("expected" in error for error in errors) else f"not refused: {errors}"
     if ended.codes[0] == 0:
         return "ended as if nothing had happened"
+    if ended.saved == "damaged" or (ended.saved == "none" and (fault == "interrupt" or (fault, rank) == ("raise", 0))):
+        return f"the file of the first rank is {ended.saved}"
+    if fault == "interrupt":
+        names = {x["error"].split(":")[0] for x in ended.ranks.values()}
+        return (
+            ""
+            if names <= {"SystemExit", "KeyboardInterrupt"} and "Traceback" not in ended.text
+            else f"not clean: {names}"
+        )
     if fault == "raise" and "the user's own error" not in (ended.ranks.get(rank, {}).get("error") or ""):
         return "the error was lost"
     # Lightning ends the second rank when the first one has died of an error, and the other way round
@@ -196,7 +226,7 @@ def verdict(fault: str, rank: int, ended: Ended) -> str:
 
 
 def main() -> None:
-    """Inject 50 faults and print how each kind ended."""
+    """Inject 60 faults and print how each kind ended."""
     import tempfile
 
     draw = random.Random(0)

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float) -> str:
+def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float, launcher: Sequence[str] = ()) -> str:
     """Run ``script`` in a session of its own and return its output; all its ranks have ended afterwards.
+
+    Args:
+        launcher: what Python runs instead, with the script behind it, such as ``-m torch.distributed.run``.
 
     Raises:
         AssertionError: it failed, or took longer than ``timeout`` seconds; the message ends with its output.
@@ -23,7 +27,7 @@ def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float) -> str:
     env.pop("TRITON_INTERPRET", None)
     # a file and not a pipe: a rank that hangs would keep the pipe open after the first has failed
     with tempfile.TemporaryFile("w+") as out:
-        command = [sys.executable, str(script), *arguments]
+        command = [sys.executable, *launcher, str(script), *arguments]
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -65,8 +65,11 @@ class StopAt(pl.Callback):
 class Owed(pl.Callback):
     """What the ranks owe each other when training begins, in float64."""
 
+    owed: dict[str, dict[str, Tensor]] | None = None
+
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         tap = trainer.strategy.tap
+        self.begun = weights(module)
         if tap is not None:
             owed = tap.owed(trainer.world_size)
             self.owed = {kind: {n: x.double() for n, x in parts.items()} for kind, parts in owed.items()}
@@ -185,7 +188,7 @@ def go_on(folder: Path, ranks: int, before: int) -> dict[str, Any]:
             net, owed = make(name), Owed()
             path = folder / f"{name} {kind} {before}" / "epoch=1.ckpt"
             fit(net, STRATEGIES[name](kind), ranks, owed, path=path, max_epochs=3)
-            out[f"{name} {kind}"] = {"owed": owed.owed, "weights": weights(net)}
+            out[f"{name} {kind}"] = {"owed": owed.owed, "begun": owed.begun, "weights": weights(net)}
     return out
 
 

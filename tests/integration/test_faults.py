@@ -1,4 +1,4 @@
-"""One fault of each kind, on two real ranks: each ends as documented. `faults.py` as a script injects fifty."""
+"""One fault of each kind, on two real ranks: each ends as documented. `faults.py` as a script injects sixty."""
 
 from __future__ import annotations
 

@@ -35,6 +35,11 @@ def three(folder: Path, four: Results) -> Results:
     return run(folder, 3, "three")
 
 
+@pytest.fixture(scope="module")
+def one(folder: Path, four: Results) -> dict[str, Any]:
+    return run(folder, 1, "one")[0]["go on"]
+
+
 def run(folder: Path, ranks: int, stage: str) -> Results:
     run_ranks(Path(__file__).with_name("resume.py"), str(folder), str(ranks), stage, cwd=folder, timeout=300)
     return [torch.load(folder / f"{stage}{rank}.pt", weights_only=False) for rank in range(ranks)]
@@ -70,6 +75,34 @@ def test_the_mean_of_what_is_owed_is_kept(name: str, two: Results, four: Results
                         torch.testing.assert_close(mine, mean, rtol=0, atol=scale)
                     largest = max(largest, float(mean.abs().max()))
                 assert largest > 1e-5, f"nothing of {debt} was owed"
+
+
+@pytest.mark.parametrize("kind", ["mean", "exact", "none"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_rank_takes_over_what_four_owed(
+    name: str, kind: str, folder: Path, four: Results, one: dict[str, Any]
+) -> None:
+    """With gradients it is kept for later steps; with updates it is made at once, as there is nobody to wait for."""
+    parts, mine = [rank["save"][f"{name} {kind}"] for rank in four], one[f"{name} {kind}"]
+    file = torch.load(folder / f"{name} {kind} 4" / "epoch=1.ckpt", weights_only=True)["state_dict"]
+    means = {
+        debt: {n: sum(part[debt][n] for part in parts) / len(parts) for n in by_name}
+        for debt, by_name in parts[0].items()
+    }
+    if "progress" in means:
+        assert mine["owed"] is None
+        moved = {n: mine["begun"][n].double() - x.double() for n, x in file.items()}
+        means = {"weights": {n: x if kind != "none" else 0 * x for n, x in means["progress"].items()}}
+        mine = {"weights": {n: x.flatten() for n, x in moved.items()}}
+    else:
+        assert same(mine["begun"], file)
+        mine = mine["owed"]
+        means = means if kind != "none" else {debt: {} for debt in means}
+    for debt, by_name in means.items():
+        assert by_name.keys() == mine[debt].keys()
+        for parameter, mean in by_name.items():
+            # half-precision weights round what they take up
+            torch.testing.assert_close(mine[debt][parameter], mean, rtol=0, atol=2.0**-8 if name == "bf16" else 1e-6)
 
 
 def test_ranks_that_go_on_agree(two: Results, four: Results, three: Results) -> None:

@@ -1,0 +1,96 @@
+"""Connection: the tap of one run, its reducer, and the process group they use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sparse.arguments import is_linear
+from lightning_sparse.codecs import Raw
+from lightning_sparse.communicators import Checked, ProcessGroup
+from lightning_sparse.defaults import Parts
+from lightning_sparse.memory import Residual
+from lightning_sparse.protocols import Memory
+from lightning_sparse.reducer import Reducer
+from lightning_sparse.schedules import constant
+from lightning_sparse.sync import Gradients, Updates
+from lightning_sparse.sync.buffers import broadcast_state
+from lightning_sparse.sync.gradients import GradientsTap
+from lightning_sparse.sync.updates_tap import UpdatesTap
+
+_COMPARE_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a strategy was asked for, the same on every rank."""
+
+    exchange: Gradients | Updates
+    parts: Parts
+    memory: Memory | None
+    seed: int
+    debug: bool
+
+    def __str__(self) -> str:
+        return f"{self.exchange}, {self.parts}, seed {self.seed}"
+
+
+class Connection:
+    """Connects a module and its optimizers to the other ranks. Every rank makes one, at the same time.
+
+    Args:
+        plan: the algorithm.
+        module: is trained, and equal on all ranks behind this.
+        optimizers: of the module, in the same order on every rank.
+        device: where the module lives.
+        timeout: of every collective.
+        backend: of the process group.
+        find_unused: as DDP's ``find_unused_parameters``.
+        loss_scale: the factor that is on the gradients now.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        timeout: timedelta | None,
+        backend: str | None,
+        find_unused: bool,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._transport = ProcessGroup(timeout, backend)
+        self._checked = Checked(self._transport, device) if plan.debug else None
+        # one rank rounds and delays nothing, but a memory's momentum is its own, and it takes over what others owed
+        alone = self._transport.world_size == 1
+        parts = replace(plan.parts, density=1.0, codec=Raw()) if alone else plan.parts
+        density = parts.density if callable(parts.density) else constant(float(parts.density))
+        algorithm = (parts.compressor, parts.codec, parts.communicator)
+        self.reducer = Reducer(*algorithm, self._checked or self._transport, density, device, plan.seed)
+        self.tap: GradientsTap | UpdatesTap
+        if isinstance(plan.exchange, Gradients):
+            # a copy: every fit starts with an empty memory
+            memory = copy.deepcopy(plan.memory) if plan.memory is not None else Residual()
+            self.tap = GradientsTap(plan.exchange, self.reducer, memory, module, find_unused, loss_scale)
+        else:
+            broadcast_state(module, self._transport)
+            self.tap = UpdatesTap(plan.exchange, self.reducer, module, optimizers, is_linear)
+
+    def compare_ranks(self) -> None:
+        """In debug mode, now and then: raise RuntimeError unless ranks agree where they must. Every rank calls it."""
+        checked, tap = self._checked, self.tap
+        if checked is not None and tap.steps % _COMPARE_EVERY == 0:
+            self.reducer.call(lambda: checked.compare_values(tap.equal(), tap.steps))
+
+    def close(self) -> None:
+        """Stop the worker and give the process group up."""
+        # a group in use cannot be given up
+        if self.reducer.close():
+            self._transport.close()
