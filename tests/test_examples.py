@@ -51,6 +51,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         "cli",
         "common",
         "corpus",
+        "elastic",
         "frontier",
         "optimizers",
         "report",
@@ -177,3 +178,14 @@ def test_the_readme_holds_the_tables_that_the_results_give(load: Any) -> None:
     for key in tables.BOARDS:
         assert tables.markdown(key) in readme, f"run examples/tables.py --print {key}"
     assert load("frontier").markdown() in readme, "run examples/frontier.py --print"
+
+
+def test_elastic_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    printed = run_ranks(
+        EXAMPLES / "elastic.py", "--steps", "2", "--json", "out/elastic.json", cwd=tmp_path, timeout=300
+    )
+    result = json.loads((tmp_path / "out/elastic.json").read_text())
+    assert result["steps"] == 6
+    for ranks, step in ((2, 2), (4, 4), (3, 6)):
+        assert f"{ranks} ranks, step {step}: validation loss" in printed
+    assert all(4 < result[name] < 6 for name in ("2 ranks, without a stop", "2, then 4, then 3 ranks"))

@@ -221,6 +221,26 @@ def test_agreement_follows_in_later_steps_and_forgets_on_restart() -> None:
         assert restarted == 1
 
 
+def test_agreement_measured_on_two_ranks_is_what_eight_begin_with() -> None:
+    """Signal and noise of equal power: rho is 3/4 on two ranks, 9/16 on eight."""
+
+    def task(transport: Transport, state: dict[str, Any] | None = None) -> Any:
+        weight = nn.Parameter(torch.zeros(64, 64))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        steps = 60 if state is None else 0
+        tap = run_steps(transport, optimizer, lambda rank, step: noise(9, step) + noise(rank, step), steps)
+        if state is not None:
+            tap.load_shared_state(state)
+        return tap.shared_state(), tap.lr_scales()["0"]
+
+    state, measured = VirtualRanks(2).run(task)[0]
+    assert measured == pytest.approx(0.75**-0.5, rel=0.05)
+    for _, factor in VirtualRanks(8).run(lambda transport: task(transport, state)):
+        assert factor == pytest.approx((9 / 16) ** -0.5, rel=0.05)
+    for _, factor in VirtualRanks(2).run(lambda transport: task(transport, state)):
+        assert factor == measured
+
+
 def test_a_parameter_that_joins_while_a_measurement_is_in_flight() -> None:
     """Two measured steps in a row, the second with more parameters."""
 

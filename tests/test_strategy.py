@@ -273,4 +273,4 @@ def test_only_sgd_is_linear() -> None:
 
 def test_a_strategy_can_be_pickled_for_spawned_ranks() -> None:
     strategy = ls.SparseDDPStrategy(density=ls.exponential_warmup(0.01, 100), exchange=ls.Updates(every=2))
-    assert pickle.loads(pickle.dumps(strategy))._parts.density(0) == 0.25
+    assert pickle.loads(pickle.dumps(strategy))._plan.parts.density(0) == 0.25

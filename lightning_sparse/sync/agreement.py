@@ -87,13 +87,18 @@ class Agreement:
         flight = None
         if self._flight is not None:
             flight = {"counts": dict(self._flight.counts), "mean": self._flight.mean.result().clone()}
-        return {"sums": sums, "flight": flight}
+        return {"sums": sums, "flight": flight, "world_size": self._reducer.transport.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` gave; with another number of ranks, what it says of their steps' noise."""
         self._sums = {name: (of_mean, of_each) for name, (of_mean, of_each) in state["sums"].items()}
+        before, now = state["world_size"], self._reducer.transport.world_size
+        if before != now:
+            # of steps = signal + noise, the mean over w ranks keeps the signal's square and 1 / w of the noise's
+            share = (1 - 1 / now) / (1 - 1 / before)
+            self._sums = {name: (each - (each - mean) * share, each) for name, (mean, each) in self._sums.items()}
         self._flight = None
-        if (flight := state["flight"]) is not None:
+        if (flight := state["flight"]) is not None and before == now:
             mean: Future[Tensor] = Future()
             mean.set_result(flight["mean"])
             self._flight = _Flight(dict(flight["counts"]), mean)

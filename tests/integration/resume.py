@@ -1,6 +1,8 @@
 """Trains on real ranks, stops, and goes on from a checkpoint; writes what each rank saw to a file.
 
 python resume.py FOLDER RANKS STAGE    Lightning starts the other ranks by running it again.
+
+STAGE is the name of a stage, or "kill SEED", and then "killed SEED".
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,11 +57,14 @@ class StoppedError(Exception):
 
 
 class StopAt(pl.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, kill: bool = False) -> None:
+        self.step, self.kill = step, kill
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
+            if self.kill:
+                # every rank of this run, this one included
+                os.killpg(0, signal.SIGKILL)
             raise StoppedError
 
 
@@ -139,14 +145,12 @@ def saver(folder: Path) -> ModelCheckpoint:
 def exact(folder: Path) -> dict[str, Any]:
     """Stop at a step drawn at random, go on from the last file, and compare with never having stopped."""
     out: dict[str, Any] = {}
-    names = list(STRATEGIES)
-    for name in names:
+    for name in STRATEGIES:
         net = make(name)
         fit(net, STRATEGIES[name]("exact"), 2, saver(folder / name))
         out[name] = weights(net)
     for seed in range(SEEDS):
-        name = names[seed % len(names)]
-        step = random.Random(seed).randrange(BATCHES, EPOCHS * BATCHES)
+        name, step = drawn(seed)
         here = folder / f"{name} {seed}"
         with pytest.raises(StoppedError):
             fit(make(name), STRATEGIES[name]("exact"), 2, saver(here), StopAt(step))
@@ -155,6 +159,25 @@ def exact(folder: Path) -> dict[str, Any]:
         fit(net, STRATEGIES[name]("exact"), 2, path=path)
         out[f"{name}, seed {seed}, step {step}"] = weights(net)
     return out
+
+
+def drawn(seed: int) -> tuple[str, int]:
+    """A strategy, and a step behind the first file."""
+    return list(STRATEGIES)[seed % len(STRATEGIES)], random.Random(seed).randrange(BATCHES, EPOCHS * BATCHES)
+
+
+def kill(folder: Path, seed: int) -> None:
+    """Train until all ranks are killed at once."""
+    name, step = drawn(seed)
+    fit(make(name), STRATEGIES[name]("exact"), 2, saver(folder / f"kill {seed}"), StopAt(step, kill=True))
+
+
+def killed(folder: Path, seed: int) -> dict[str, Any]:
+    """Go on from the last file of ranks that were killed."""
+    name, step = drawn(seed)
+    net = make(name)
+    fit(net, STRATEGIES[name]("exact"), 2, path=folder / f"kill {seed}" / f"epoch={step // BATCHES - 1}.ckpt")
+    return weights(net)
 
 
 def save(folder: Path, ranks: int) -> dict[str, Any]:
@@ -252,6 +275,9 @@ def run(folder: Path, ranks: int, stage: str) -> None:
     if stage == "two":
         results: dict[str, Any] = {"exact": exact(folder), "save": save(folder, 2)}
         results |= {"others": other_strategies(folder, 2), "refused": refused(folder)}
+    elif stage.startswith("kill"):
+        way, seed = stage.split()
+        results = {"killed": killed(folder, int(seed))} if way == "killed" else {"kill": kill(folder, int(seed))}
     else:
         before = 2 if ranks == 4 else 4
         results = {"go on": go_on(folder, ranks, before)}

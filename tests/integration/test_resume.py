@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.integration.launch import run_ranks
-from tests.integration.resume import FAULTS, SEEDS, STRATEGIES
+from tests.integration.resume import FAULTS, SEEDS, STRATEGIES, drawn
 
 Results = list[dict[str, Any]]
+# each takes two starts of two processes; more of them: KILLS=20 python -m pytest tests/integration/test_resume.py
+KILLS = int(os.environ.get("KILLS", "2"))
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,14 @@ def test_going_on_is_never_having_stopped(two: Results) -> None:
     assert len(resumed) == SEEDS
     assert [name for name in resumed if not same(runs[name], runs[name.split(",")[0]])] == []
     assert [name for name in runs if not same(runs[name], two[1]["exact"][name])] == []
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_going_on_where_all_ranks_were_killed(seed: int, folder: Path, two: Results) -> None:
+    with pytest.raises(AssertionError, match=r"resume\.py: -9"):
+        run(folder, 2, f"kill {seed}")
+    for rank, result in enumerate(run(folder, 2, f"killed {seed}")):
+        assert same(result["killed"], two[rank]["exact"][drawn(seed)[0]])
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
