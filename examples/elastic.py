@@ -4,7 +4,6 @@ python examples/elastic.py              # beside 2 ranks without a stop; some mi
 """
 
 import argparse
-import functools
 import json
 import logging
 import tempfile
@@ -15,8 +14,6 @@ import pytorch_lightning as pl
 from common import versions
 from corpus import VALIDATION_SEED, Windows, read
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader
 from train_lm import CONTEXT, GPT, VALIDATION_BATCH, VALIDATION_WINDOWS
 
@@ -43,7 +40,7 @@ class Text(pl.LightningDataModule):
 
 
 class Quiet(Callback):
-    """Says on rank 0 where training is; spawned ranks have no terminal of their own."""
+    """Says on rank 0 where training is, as progress bars of several trainings in a row do not."""
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -82,24 +79,34 @@ def elastic(folder: Path, options: argparse.Namespace) -> float:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Both runs, a table, and what ``--json`` asks for."""
+    """Both runs, or what they gave before, as a table."""
     for tree in ("pytorch_lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric"):
         logging.getLogger(tree).setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as base:
-        runs = {
-            "2 ranks, without a stop": functools.partial(train, 2, len(STAGES), Path(base) / "whole", options, None),
-            "2, then 4, then 3 ranks": functools.partial(elastic, Path(base) / "parts", options),
+        whole = train(2, len(STAGES), Path(base) / "whole", options, None)
+        row = {
+            "residual_checkpoint": options.residual_checkpoint,
+            "steps": options.steps * len(STAGES),
+            "lr": options.lr,
+            "seed": options.seed,
+            "whole": whole,
+            "elastic": elastic(Path(base) / "parts", options),
+            "versions": versions(),
         }
-        losses: dict[str, Any] = {name: run() for name, run in runs.items()}
-    first = next(iter(losses.values()))
-    table = Table("sparse_ddp", "validation loss", "against the first line")
-    for name, loss in losses.items():
-        table.add_row(name, f"{loss:.4f}", f"{100 * (loss / first - 1):+.2f} %")
-    Console().print(table)
+    print(table([row]))
     if options.json:
-        row = {"steps": options.steps * len(STAGES), "lr": options.lr, "seed": options.seed, "versions": versions()}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"residual_checkpoint": options.residual_checkpoint} | row | losses) + "\n")
+        options.json.write_text(json.dumps(row) + "\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| seed | 2 ranks, without a stop | 2, then 4, then 3 ranks | difference |", "|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['seed']} | {row['whole']:.4f} | {row['elastic']:.4f} | {row['elastic'] / row['whole'] - 1:+.2%} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
@@ -109,4 +116,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--residual-checkpoint", choices=["exact", "mean", "none"], default="mean")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    main(parser.parse_args())
+    parser.add_argument("--print", type=Path, nargs="+", metavar="FILE", help="only a table of earlier results")
+    options = parser.parse_args()
+    if options.print:
+        print(table([json.loads(path.read_text()) for path in options.print]))
+    else:
+        main(options)

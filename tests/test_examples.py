@@ -188,4 +188,10 @@ def test_elastic_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert result["steps"] == 6
     for ranks, step in ((2, 2), (4, 4), (3, 6)):
         assert f"{ranks} ranks, step {step}: validation loss" in printed
-    assert all(4 < result[name] < 6 for name in ("2 ranks, without a stop", "2, then 4, then 3 ranks"))
+    assert all(4 < result[name] < 6 for name in ("whole", "elastic"))
+
+
+def test_the_readme_holds_the_table_of_elastic(load: Any) -> None:
+    rows = [json.loads(path.read_text()) for path in sorted((EXAMPLES / "results").glob("elastic-*.json"))]
+    assert all(abs(row["elastic"] / row["whole"] - 1) < 0.01 for row in rows)
+    assert load("elastic").table(rows) in (ROOT / "README.md").read_text()
