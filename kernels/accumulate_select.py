@@ -55,8 +55,8 @@ def accumulate_select_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`accumulate_select` on the CPU, block by block."""
 
-    def fill(piece: int, begin: int, end: int, out: Tensor) -> None:
-        out.copy_(residuals[piece][begin:end].add_(gradients[piece][begin:end]))
+    def fill(piece: int, begin: int, end: int, out: Tensor) -> Tensor:
+        return residuals[piece][begin:end].add_(gradients[piece][begin:end])
 
     bounds = bounds_of(gradients)
     return compact_blocks(fill, bounds, threshold, capacity, start, index_dtype(bounds[-1]))

@@ -18,15 +18,14 @@ BLOCK = 8 * STRIP
 _TINY = 2.0**-149
 
 
+Fill = Callable[[int, int, int, Tensor], Tensor]
+"""`fill(piece, begin, end, out)`: these entries of a piece as fp32, where they lie already or in `out`."""
+
+
 def compact_blocks(
-    fill: Callable[[int, int, int, Tensor], object],
-    bounds: Sequence[int],
-    threshold: Tensor,
-    capacity: int,
-    start: int,
-    dtype: torch.dtype,
+    fill: Fill, bounds: Sequence[int], threshold: Tensor, capacity: int, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Picks among what `fill(piece, begin, end, out)` writes to `out`, called once for every entry of every piece."""
+    """Picks among what `fill` gives, which is called once for every entry of every piece."""
     numel, limit = bounds[-1], max(float(threshold), _TINY)
     values = torch.zeros(capacity, dtype=torch.float32)  # [capacity]
     indices = torch.zeros(capacity, dtype=dtype)  # [capacity]
@@ -39,8 +38,7 @@ def compact_blocks(
     # The entries from `start` on have the first claim on the capacity, those before it the second.
     for side, (low, high) in enumerate([(start, numel), (0, start)]):
         for begin in range(low, high, BLOCK):
-            end = min(begin + BLOCK, high)
-            x, picked = _pick(fill, bounds, begin, end, limit, scratch)
+            x, picked = _pick(fill, bounds, begin, min(begin + BLOCK, high), limit, scratch)
             if taken == capacity:
                 count += sum(int(torch.count_nonzero(strip)) for strip in picked.split(STRIP))
                 continue
@@ -48,7 +46,7 @@ def compact_blocks(
             count += positions.numel()
             positions = positions[: capacity - taken]
             taken += positions.numel()
-            found[side].append((x.index_select(0, positions), positions + begin))
+            found[side].append((x.index_select(0, positions), positions.add_(begin)))
     chunks = found[1] + found[0]
     if taken:
         torch.cat([chunk for chunk, _ in chunks], out=values[:taken])
@@ -67,30 +65,33 @@ def parts(bounds: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, in
 
 
 def _pick(
-    fill: Callable[[int, int, int, Tensor], object],
-    bounds: Sequence[int],
-    begin: int,
-    end: int,
-    limit: float,
-    scratch: tuple[Tensor, Tensor, Tensor],
+    fill: Fill, bounds: Sequence[int], begin: int, end: int, limit: float, scratch: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
+    """The entries of a block, and where they are picked; both end at a multiple of 8."""
     x, magnitude, picked = scratch
-    size = magnitude.numel()
-    for low, entries, marks in zip(range(begin, end, size), x.split(size), picked.split(size), strict=False):
-        length = min(size, end - low)
-        room = magnitude
-        if length < size:
-            entries, marks, room = entries[:length], marks[:length], magnitude[:length]
-        done = 0
-        for piece, first, last in parts(bounds, low, low + length):
-            whole = last - first == length
-            fill(piece, first, last, entries if whole else entries[done : done + last - first])
-            done += last - first
-        torch.abs(entries, out=room)
-        torch.ge(room, limit, out=marks)
-    padded = picked[: -(-(end - begin) // 8) * 8]
-    padded[end - begin :] = False
-    return x, padded
+    length, size = end - begin, magnitude.numel()
+    padded = -(-length // 8) * 8
+    pieces = list(parts(bounds, begin, end))
+    in_place = len(pieces) == 1 and padded == length
+    filled = []
+    for low in range(0, length, size):
+        high = min(low + size, length)
+        entries = x[low:high]
+        if in_place:
+            piece, first, _ = pieces[0]
+            entries = fill(piece, first + low, first + high, entries)
+            filled.append(entries)
+        else:
+            for piece, first, last in parts(bounds, begin + low, begin + high):
+                done = bounds[piece] + first - begin
+                part = x[done : done + last - first]
+                if (got := fill(piece, first, last, part)) is not part:
+                    part.copy_(got)
+        room = torch.abs(entries, out=magnitude[: high - low])
+        torch.ge(room, limit, out=picked[low:high])
+    picked[length:padded] = False
+    # strips of one piece lie side by side, in the piece or in the scratch
+    return filled[0].as_strided((length,), (1,)) if in_place else x[:padded], picked[:padded]
 
 
 def _positions(picked: Tensor) -> Tensor:

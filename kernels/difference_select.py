@@ -50,8 +50,8 @@ def difference_select_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`difference_select` on the CPU, block by block."""
 
-    def fill(piece: int, begin: int, end: int, out: Tensor) -> None:
-        torch.sub(weights[piece][begin:end], anchors[piece][begin:end], out=out)
+    def fill(piece: int, begin: int, end: int, out: Tensor) -> Tensor:
+        return torch.sub(weights[piece][begin:end], anchors[piece][begin:end], out=out)
 
     bounds = bounds_of(weights)
     return compact_blocks(fill, bounds, threshold, capacity, start, index_dtype(bounds[-1]))

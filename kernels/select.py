@@ -48,8 +48,9 @@ def select_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`select` on the CPU, block by block."""
 
-    def fill(piece: int, begin: int, end: int, out: Tensor) -> None:
-        out.copy_(vectors[piece][begin:end])
+    def fill(piece: int, begin: int, end: int, out: Tensor) -> Tensor:
+        entries = vectors[piece][begin:end]
+        return entries if entries.dtype == torch.float32 else out.copy_(entries)
 
     bounds = bounds_of(vectors)
     return compact_blocks(fill, bounds, threshold, capacity, start, index_dtype(bounds[-1]))
