@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.addresses import gather, upper_bound
 from lightning_sparse.kernels.jit import jit
-from lightning_sparse.kernels.pieces import KINDS, block_table, bounds_of, device_table, index_dtype, is_aligned
+from lightning_sparse.kernels.pieces import bounds_of, index_dtype, is_aligned, piece_tables
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -34,12 +34,7 @@ def compact(
     if bounds[-1] == 0:
         return values.zero_(), indices.zero_(), torch.zeros((), dtype=torch.int64, device=device)
 
-    first_block, piece_of_block = block_table(bounds, BLOCK, device)  # [pieces + 1], [blocks]
-    rows = [
-        (bounds[i], bounds[i + 1], first_block[i], x[i].data_ptr(), KINDS[x[i].dtype], y[i].data_ptr())
-        for i in range(len(x))
-    ]
-    tables = device_table(rows, device), piece_of_block
+    first_block, tables = piece_tables(x, y, BLOCK)
     blocks = first_block[-1]
     offsets = torch.empty(blocks * BLOCK, dtype=torch.int16, device=device)  # [blocks * BLOCK]
     counts = torch.empty(blocks, dtype=torch.int32, device=device)  # [blocks]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.accumulator import Vectors
 from lightning_sparse.codecs import Quantized
 from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
@@ -114,6 +115,22 @@ def test_momentum_residual_clips_all_that_came_in_together() -> None:
     memory.begin([sparse, dense])
     pieces = memory.accumulate(["a"], [sparse]).pieces() + memory.dense(["b"], [dense])
     torch.testing.assert_close(torch.cat(pieces), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("capacity", [1, 300, 700, 50_000, 100_000])
+def test_top_k_fills_up_with_equal_entries(capacity: int) -> None:
+    """Above all, the 500 infinities; then 99 000 equal entries; then none, for zero and NaN never leave."""
+    x = torch.full((99_900,), 0.5)
+    x[100:600], x[1000:1100], x[2000:2300] = -torch.inf, 0.0, torch.nan
+    sent = TopK().compress(Vectors([x[:70_000], x[70_000:]]), capacity, Draw(0, 0, "w"))
+    live = sent.values != 0
+    indices = sent.indices[live].long()
+    assert sent.capacity == capacity
+    assert live.sum() == min(capacity, 99_500)
+    assert live[: indices.numel()].all()
+    assert (indices.diff() > 0).all()
+    assert torch.equal(sent.values[live], x[indices])
+    assert sent.values.isinf().sum() == min(capacity, 500)
 
 
 def test_gather_reads_across_pieces() -> None:
