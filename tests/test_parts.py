@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.accumulator import Vectors
+from lightning_sparse.accumulator import MomentumSum, Vectors
 from lightning_sparse.codecs import Quantized
 from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
@@ -97,6 +97,42 @@ def test_momentum_residual_by_hand() -> None:
     assert state["residual"]["w"].tolist() == [0, 1]
     assert memory.dense(["b"], [torch.tensor([2.0])])[0].tolist() == [2]
     assert memory.dense(["b"], [torch.tensor([2.0])])[0].tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("read", ["pieces", "select", "block"])
+def test_momentum_sum_samples_what_it_will_hold(read: str, scale: float, dtype: torch.dtype) -> None:
+    """u = m u + s g, v += u once, whatever reads first; a sample sees the new v before, and the same after."""
+    generator = torch.Generator().manual_seed(0)
+    gradients, velocities, residuals = (
+        [torch.randn(size, generator=generator) for size in (5000, 0, 77)] for _ in range(3)
+    )
+    gradients = [g.to(dtype) for g in gradients]
+    moved = [v * 0.9 + g.float() * scale for v, g in zip(velocities, gradients, strict=True)]
+    sums = [r + v for r, v in zip(residuals, moved, strict=True)]
+    total, draw = MomentumSum(gradients, velocities, residuals, 0.9, scale), Draw(0, 0, "w")
+    expected = Vectors(sums).sample(900, draw)
+    for _ in range(2):
+        assert torch.equal(total.sample(900, draw), expected)
+        if read == "select":
+            found, count = total.select(torch.tensor(2.5), 5077, 0)
+            want = torch.where(torch.cat(sums).abs() >= 2.5, torch.cat(sums), 0.0)
+            assert int(count) == want.count_nonzero()
+            assert torch.equal(found.dense(), want)
+        elif read == "block":
+            assert torch.equal(total.block(4990, 20), torch.cat(sums)[4990:5010])
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(total.pieces(), sums, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(velocities, moved, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(residuals, sums, strict=True))
+
+
+def test_momentum_sum_splits_into_its_pieces() -> None:
+    velocities, residuals = [torch.ones(2), torch.ones(1)], [torch.zeros(2), torch.ones(1)]
+    parts = MomentumSum([torch.ones(2), torch.ones(1)], velocities, residuals, 0.5, 2.0).split()
+    assert [part.pieces()[0].tolist() for part in parts] == [[2.5, 2.5], [3.5]]
+    assert [v.tolist() for v in velocities] == [[2.5, 2.5], [2.5]]
 
 
 def test_momentum_residual_gets_velocity_back_with_entries() -> None:
