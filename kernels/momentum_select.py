@@ -74,11 +74,10 @@ def momentum_select_torch(
     """`momentum_select` on the CPU, block by block."""
 
     def fill(piece: int, begin: int, end: int, out: Tensor) -> None:
-        # The block that is picked from holds the scaled gradient first: a sum with a factor would round once.
-        out.copy_(gradients[piece][begin:end]).mul_(scale)
-        out.add_(velocities[piece][begin:end].mul_(momentum))
-        velocities[piece][begin:end] = out
-        out.copy_(residuals[piece][begin:end].add_(out))
+        gradient, velocity = gradients[piece][begin:end], velocities[piece][begin:end].mul_(momentum)
+        # Scaled apart from the sum: `add_` with a factor would round the two once.
+        velocity.add_(gradient if scale == 1 else out.copy_(gradient).mul_(scale))
+        out.copy_(residuals[piece][begin:end].add_(velocity))
 
     bounds = bounds_of(gradients)
     return compact_blocks(fill, bounds, threshold, capacity, start, index_dtype(bounds[-1]))
