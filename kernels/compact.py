@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.addresses import gather, upper_bound
 from lightning_sparse.kernels.jit import jit
-from lightning_sparse.kernels.pieces import KINDS, block_table, bounds_of, device_table, index_dtype, is_aligned
+from lightning_sparse.kernels.pieces import bounds_of, device_table, index_dtype, is_aligned, piece_tables
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -21,12 +21,20 @@ OUTPUT_BLOCK = 256
 
 
 def compact(
-    kernel: Any, x: Sequence[Tensor], y: Sequence[Tensor], source: str, threshold: Tensor, capacity: int, start: int
+    kernel: Any,
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    source: str,
+    threshold: Tensor,
+    capacity: int,
+    start: int,
+    z: Sequence[Tensor] = (),
+    numbers: Sequence[float] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches a dense `kernel` over the blocks of x and y, then collects what it picked; no host sync.
 
-    `source` is what the values are read from: "x", "y", or "x-y". Scratch: 2 bytes an entry, of which only the picked
-    ones are touched.
+    `source` is what the values are read from: "x", "y", or "x-y". A third list, z, goes to the kernel as a table of its
+    addresses, before `numbers`. Scratch: 2 bytes an entry, of which only the picked ones are touched.
     """
     device, bounds = threshold.device, bounds_of(x)
     values = torch.empty(capacity, dtype=torch.float32, device=device)  # [capacity]
@@ -34,21 +42,17 @@ def compact(
     if bounds[-1] == 0:
         return values.zero_(), indices.zero_(), torch.zeros((), dtype=torch.int64, device=device)
 
-    first_block, piece_of_block = block_table(bounds, BLOCK, device)  # [pieces + 1], [blocks]
-    rows = [
-        (bounds[i], bounds[i + 1], first_block[i], x[i].data_ptr(), KINDS[x[i].dtype], y[i].data_ptr())
-        for i in range(len(x))
-    ]
-    tables = device_table(rows, device), piece_of_block
+    first_block, tables = piece_tables(x, y, BLOCK)
     blocks = first_block[-1]
     offsets = torch.empty(blocks * BLOCK, dtype=torch.int16, device=device)  # [blocks * BLOCK]
     counts = torch.empty(blocks, dtype=torch.int32, device=device)  # [blocks]
     before = torch.empty(1, dtype=torch.int64, device=device)  # [1]
-    aligned = is_aligned(x) and is_aligned(y)
+    aligned = is_aligned([*x, *y, *z])
+    more = (device_table([[piece.data_ptr() for piece in z]], device), *numbers) if z else ()
     # A thread's current device may be another one, and launches go there.
     with torch.cuda.device_of(threshold):
         kernel[(blocks,)](
-            *tables, threshold, start, offsets, counts, before,
+            *tables, threshold, start, offsets, counts, before, *more,
             ALIGNED=aligned, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         ends = torch.cumsum(counts, 0, dtype=torch.int64)  # [blocks]

@@ -25,6 +25,13 @@ def check_pieces(name: str, pieces: Sequence[Tensor], device: torch.device, dtyp
             raise ValueError(f"{name}[{position}] must be on {device} like the rest, got {piece.device}")
 
 
+def check_vectors(vectors: Sequence[Tensor]) -> torch.device:
+    """The device of all pieces, the CPU's if there are none; raises unless they are what an op reads."""
+    device = vectors[0].device if vectors else torch.device("cpu")
+    check_pieces("vectors", vectors, device, list(KINDS))
+    return device
+
+
 def check_pairs(left: str, lefts: Sequence[Tensor], right: str, rights: Sequence[Tensor]) -> None:
     """Raises unless the right pieces are fp32 and both lists have the same sizes and device."""
     if rights:
@@ -73,6 +80,20 @@ def block_table(bounds: Sequence[int], block: int, device: torch.device) -> tupl
     """
     sizes = tuple(end - begin for begin, end in pairwise(bounds))
     return _block_table(sizes, block, device, _stream(device))
+
+
+def piece_tables(x: Sequence[Tensor], y: Sequence[Tensor], block: int) -> tuple[list[int], tuple[Tensor, Tensor]]:
+    """The first block of each piece, [pieces + 1], and the two tables that `addresses.locate` reads; numel > 0.
+
+    They hold the addresses of the pieces of x, of any kind, and of y, which are fp32 where a kernel reads them.
+    """
+    device, bounds = x[0].device, bounds_of(x)
+    first_block, piece_of_block = block_table(bounds, block, device)
+    rows = [
+        (bounds[i], bounds[i + 1], first_block[i], x[i].data_ptr(), KINDS[x[i].dtype], y[i].data_ptr())
+        for i in range(len(x))
+    ]
+    return first_block, (device_table(rows, device), piece_of_block)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.accumulate_select import accumulate_select
 from lightning_sparse.kernels.difference_select import difference_select
+from lightning_sparse.kernels.momentum_select import momentum_select
 from lightning_sparse.kernels.select import select
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.random import Draw
@@ -46,7 +47,7 @@ class Vectors:
 
 @dataclass
 class Sum:
-    """residual + gradient; the residual takes the gradient up in place, in the first dense pass, exactly once."""
+    """residual + gradient; the residual takes the gradient up in place, in the first dense pass, just once."""
 
     gradients: Sequence[Tensor]
     residuals: Sequence[Tensor]
@@ -62,11 +63,11 @@ class Sum:
         return [Sum([g], [r]) for g, r in zip(self.gradients, self.residuals, strict=True)]
 
     def sample(self, size: int, draw: Draw) -> Tensor:
+        if self._added:
+            return Vectors(self.residuals).sample(size, draw)
         positions = _positions(self.residuals, size, draw)
-        out = [residual[at] for residual, at in zip(self.residuals, positions, strict=True)]
-        if not self._added:
-            out = [x + gradient[at].float() for x, gradient, at in zip(out, self.gradients, positions, strict=True)]
-        return torch.cat(out)
+        pairs = zip(self.residuals, self.gradients, positions, strict=True)
+        return torch.cat([residual[at] + gradient[at].float() for residual, gradient, at in pairs])
 
     def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
         if self._added:
@@ -83,6 +84,57 @@ class Sum:
             self._added = True
             for gradient, residual in zip(self.gradients, self.residuals, strict=True):
                 residual.add_(gradient)
+        return list(self.residuals)
+
+
+@dataclass
+class MomentumSum:
+    """residual += velocity = momentum * velocity + scale * gradient: in place, in the first dense pass, once."""
+
+    gradients: Sequence[Tensor]
+    velocities: Sequence[Tensor]
+    residuals: Sequence[Tensor]
+    momentum: float
+    scale: float
+    numel: int = field(init=False)
+    _added: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(gradient.numel() for gradient in self.gradients)
+
+    def split(self) -> list[Accumulator]:
+        # the parts take over: each adds its own gradient
+        self._added = True
+        pieces = zip(self.gradients, self.velocities, self.residuals, strict=True)
+        return [MomentumSum([g], [v], [r], self.momentum, self.scale) for g, v, r in pieces]
+
+    def sample(self, size: int, draw: Draw) -> Tensor:
+        if self._added:
+            return Vectors(self.residuals).sample(size, draw)
+        positions, out = _positions(self.residuals, size, draw), []
+        for g, v, r, at in zip(self.gradients, self.velocities, self.residuals, positions, strict=True):
+            velocity = v[at]
+            advance_(velocity, g[at], self.momentum, self.scale)
+            out.append(velocity.add_(r[at]))
+        return torch.cat(out)
+
+    def select(self, threshold: Tensor, capacity: int, start: int) -> tuple[SparseVector, Tensor]:
+        if self._added:
+            return Vectors(self.residuals).select(threshold, capacity, start)
+        self._added = True
+        inputs = self.gradients, self.velocities, self.residuals, self.momentum, self.scale
+        values, indices, count = momentum_select(*inputs, threshold, capacity, start)
+        return SparseVector(values, indices, self.numel), count
+
+    def block(self, start: int, numel: int) -> Tensor:
+        return Vectors(self.pieces()).block(start, numel)
+
+    def pieces(self) -> list[Tensor]:
+        if not self._added:
+            self._added = True
+            for gradient, velocity, residual in zip(self.gradients, self.velocities, self.residuals, strict=True):
+                advance_(velocity, gradient, self.momentum, self.scale)
+                residual.add_(velocity)
         return list(self.residuals)
 
 
@@ -116,6 +168,12 @@ class Difference:
 
     def pieces(self) -> list[Tensor]:
         return [weight.float() - anchor for weight, anchor in zip(self.weights, self.anchors, strict=True)]
+
+
+def advance_(velocity: Tensor, gradient: Tensor, momentum: float, scale: float) -> None:
+    """velocity = momentum * velocity + scale * gradient in place, rounded as `momentum_select` does."""
+    # `add_` with a factor would round product and sum together on some devices
+    velocity.mul_(momentum).add_(gradient if scale == 1 else gradient.float() * scale)
 
 
 def overlaps(vectors: Sequence[Tensor], start: int, numel: int) -> list[tuple[Tensor, int, int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_sparse.accumulator import Sum, Vectors
+from lightning_sparse.accumulator import MomentumSum, Sum, Vectors, advance_
 from lightning_sparse.kernels.pieces import bounds_of
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Accumulator, Owed
@@ -141,10 +141,14 @@ class MomentumResidual(Residual):
             self._scale = min(1.0, self.clip / (norm + 1e-6))
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
-        return Sum(self._advance(names, inputs), self._residual.of(names, inputs))
+        velocities, residuals = self._velocity.of(names, inputs), self._residual.of(names, inputs)
+        return MomentumSum(inputs, velocities, residuals, self.momentum, self._scale)
 
     def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
-        return self._advance(names, inputs)
+        velocities = self._velocity.of(names, inputs)
+        for velocity, x in zip(velocities, inputs, strict=True):
+            advance_(velocity, x, self.momentum, self._scale)
+        return velocities
 
     def discard(self, names: Sequence[str], sent: SparseVector) -> None:
         super().discard(names, sent)
@@ -182,12 +186,6 @@ class MomentumResidual(Residual):
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().load_state_dict(state)
         self._velocity.load(state["velocity"])
-
-    def _advance(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
-        velocity = self._velocity.of(names, inputs)
-        for u, x in zip(velocity, inputs, strict=True):
-            u.mul_(self.momentum).add_(x, alpha=self._scale)
-        return velocity
 
 
 @dataclass

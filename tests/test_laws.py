@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.accumulator import Difference, Sum, Vectors
+from lightning_sparse.accumulator import Difference, MomentumSum, Sum, Vectors
 from lightning_sparse.random import Draw
 from lightning_sparse.vector import SparseVector
 from tests.laws import CODECS, COMPRESSORS, MEMORIES
@@ -154,14 +154,15 @@ def test_agreed_entries_starve_nobody(name: str, density: tuple[float, float], s
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_accumulators_agree(name: str) -> None:
-    """The same selection from a plain vector, from residual + gradient and from weights - anchor."""
+    """The same selection from a plain vector, residual + gradient, residual + velocity and weights - anchor."""
     gradient, residual = normal(200_003), normal(200_003, 1)
     compressor = COMPRESSORS[name].build()
     total = residual + gradient
     plain = compressor.compress(Vectors([total]), 2000, DRAW)
     summed = compressor.compress(Sum([gradient], [residual.clone()]), 2000, DRAW)
     differed = compressor.compress(Difference([total], [torch.zeros(200_003)]), 2000, DRAW)
-    for other in (summed, differed):
+    moved = MomentumSum([gradient], [torch.zeros(200_003)], [residual.clone()], 0.9, 1.0)
+    for other in (summed, differed, compressor.compress(moved, 2000, DRAW)):
         assert torch.equal(plain.indices, other.indices)
         assert torch.equal(plain.values, other.values)
 

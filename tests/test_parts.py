@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.accumulator import MomentumSum, Vectors
 from lightning_sparse.codecs import Quantized
 from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
@@ -98,6 +99,42 @@ def test_momentum_residual_by_hand() -> None:
     assert memory.dense(["b"], [torch.tensor([2.0])])[0].tolist() == [3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("read", ["pieces", "select", "block"])
+def test_momentum_sum_samples_what_it_will_hold(read: str, scale: float, dtype: torch.dtype) -> None:
+    """u = m u + s g, v += u once, whatever reads first; a sample sees the new v before, and the same after."""
+    generator = torch.Generator().manual_seed(0)
+    gradients, velocities, residuals = (
+        [torch.randn(size, generator=generator) for size in (5000, 0, 77)] for _ in range(3)
+    )
+    gradients = [g.to(dtype) for g in gradients]
+    moved = [v * 0.9 + g.float() * scale for v, g in zip(velocities, gradients, strict=True)]
+    sums = [r + v for r, v in zip(residuals, moved, strict=True)]
+    total, draw = MomentumSum(gradients, velocities, residuals, 0.9, scale), Draw(0, 0, "w")
+    expected = Vectors(sums).sample(900, draw)
+    for _ in range(2):
+        assert torch.equal(total.sample(900, draw), expected)
+        if read == "select":
+            found, count = total.select(torch.tensor(2.5), 5077, 0)
+            want = torch.where(torch.cat(sums).abs() >= 2.5, torch.cat(sums), 0.0)
+            assert int(count) == want.count_nonzero()
+            assert torch.equal(found.dense(), want)
+        elif read == "block":
+            assert torch.equal(total.block(4990, 20), torch.cat(sums)[4990:5010])
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(total.pieces(), sums, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(velocities, moved, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(residuals, sums, strict=True))
+
+
+def test_momentum_sum_splits_into_its_pieces() -> None:
+    velocities, residuals = [torch.ones(2), torch.ones(1)], [torch.zeros(2), torch.ones(1)]
+    parts = MomentumSum([torch.ones(2), torch.ones(1)], velocities, residuals, 0.5, 2.0).split()
+    assert [part.pieces()[0].tolist() for part in parts] == [[2.5, 2.5], [3.5]]
+    assert [v.tolist() for v in velocities] == [[2.5, 2.5], [2.5]]
+
+
 def test_momentum_residual_gets_velocity_back_with_entries() -> None:
     memory = MomentumResidual(0.5)
     sent = TopK().compress(memory.accumulate(["w"], [torch.tensor([1.0, 4.0, 3.0])]), 2, Draw(0, 0, "w"))
@@ -114,6 +151,22 @@ def test_momentum_residual_clips_all_that_came_in_together() -> None:
     memory.begin([sparse, dense])
     pieces = memory.accumulate(["a"], [sparse]).pieces() + memory.dense(["b"], [dense])
     torch.testing.assert_close(torch.cat(pieces), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("capacity", [1, 300, 700, 50_000, 100_000])
+def test_top_k_fills_up_with_equal_entries(capacity: int) -> None:
+    """Above all, the 500 infinities; then 99 000 equal entries; then none, for zero and NaN never leave."""
+    x = torch.full((99_900,), 0.5)
+    x[100:600], x[1000:1100], x[2000:2300] = -torch.inf, 0.0, torch.nan
+    sent = TopK().compress(Vectors([x[:70_000], x[70_000:]]), capacity, Draw(0, 0, "w"))
+    live = sent.values != 0
+    indices = sent.indices[live].long()
+    assert sent.capacity == capacity
+    assert live.sum() == min(capacity, 99_500)
+    assert live[: indices.numel()].all()
+    assert (indices.diff() > 0).all()
+    assert torch.equal(sent.values[live], x[indices])
+    assert sent.values.isinf().sum() == min(capacity, 500)
 
 
 def test_gather_reads_across_pieces() -> None:

@@ -1,8 +1,9 @@
-"""`bench kernels`: nanoseconds per element of the dense passes, beside a copy and an exact top-k."""
+"""`bench kernels`: nanoseconds per element of the dense passes, beside a copy and what others do."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 
 from lightning_sparse.bench import kit
-from lightning_sparse.kernels.accumulate_select import accumulate_select
-from lightning_sparse.kernels.difference_select import difference_select
-from lightning_sparse.kernels.scatter_add import scatter_add_
-from lightning_sparse.kernels.select import select
+from lightning_sparse.bench.kernel_case import DTYPES, KernelCase
 
-SIZES = [100_000, 1_000_000, 10_000_000, 25_000_000]
-DENSITIES = [0.001, 0.01, 0.1]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+log = logging.getLogger(__name__)
+
+SIZES = [10_000, 100_000, 1_000_000, 10_000_000, 25_000_000, 100_000_000]
+DENSITIES = [0.0001, 0.001, 0.01, 0.1]
 QUICK_SIZES = [10_000_000, 25_000_000]
+# The inputs, and the float64 magnitudes of the check or the values and positions of a sort.
+BYTES_PER_ELEMENT = 72
+# Seconds of timed runs of one op in one case, after which it sits out: `torch.sort` takes seconds.
+BUDGET = 2.0
+BASELINES = ("memcpy", "torch_topk", "torch_sort", "unfused")
 
 
 def add_parser(names: Any) -> None:
@@ -34,12 +38,16 @@ def run(options: argparse.Namespace) -> None:
     pyplot = kit.pyplot() if options.plot else None
     device, threads = torch.device(options.device), torch.get_num_threads()
     sizes = [int(size) for size in options.sizes or (QUICK_SIZES if options.quick else SIZES)]
+    room = kit.free_bytes(device) // BYTES_PER_ELEMENT
+    if max(sizes) > room:
+        log.warning("left out what does not fit in memory: sizes above %d", room)
+        sizes = [size for size in sizes if size <= room] or [room]
     densities, dtypes = ([0.01], ["fp32"]) if options.quick else (DENSITIES, list(DTYPES))
     cases = [(size, density, dtype) for size in sizes for density in densities for dtype in dtypes]
 
     def measure(case: tuple[int, float, str]) -> list[kit.Row]:
         size, density, dtype = case
-        return _measure(_Case(size, density, dtype, device), options.repeats)
+        return _measure(KernelCase(size, density, dtype, device), options.repeats)
 
     torch.set_num_threads(options.threads)
     try:
@@ -63,82 +71,10 @@ def run(options: argparse.Namespace) -> None:
         _plot(pyplot, rows, options.plot)
 
 
-class _Case:
-    """Inputs of one size, density and dtype, and what the ops must make of them."""
-
-    def __init__(self, numel: int, density: float, dtype: str, device: torch.device) -> None:
-        self.numel, self.density, self.dtype, self.device = numel, density, dtype, device
-        generator = torch.Generator().manual_seed(0)
-        self.k = max(1, round(numel * density))
-        self.x = torch.randn(numel, generator=generator).to(DTYPES[dtype]).to(device)
-        self.y = (torch.randn(numel, generator=generator) * 1e-3).to(device)
-        # Adding zeros leaves the residual as it is, so that every repetition picks the same entries.
-        self.zeros = torch.zeros_like(self.x)
-        self.residual = self.x.float()
-        self.target = torch.zeros(numel, device=device)
-        self.copy = torch.empty(numel, device=device)
-        self.threshold = self.x.float().abs().topk(self.k).values[-1]
-        self.capacity = self.k + self.k // 8 + 64
-
-    def runs(self) -> dict[str, Callable[[], Any]]:
-        """What is timed, by name of the op."""
-        pick = self.threshold, self.capacity
-        values, indices, _ = select([self.x], *pick)
-
-        def scatter_mean() -> None:
-            for _ in range(2):
-                scatter_add_([self.target], values, indices, 0.5)
-
-        return {
-            "memcpy": lambda: self.copy.copy_(self.residual),
-            "accumulate_select": lambda: accumulate_select([self.zeros], [self.residual], *pick),
-            "difference_select": lambda: difference_select([self.x], [self.y], *pick),
-            "select": lambda: select([self.x], *pick),
-            "scatter_mean": scatter_mean,
-            "torch_topk": lambda: self.x.abs().topk(self.k, sorted=False),
-        }
-
-    def bytes_per_element(self) -> dict[str, float]:
-        """The least an op must move, for each element of the vector."""
-        x = self.x.element_size()
-        # Each of 2 payloads: value and index read, target read and written.
-        scatter = 2 * 16 * self.k / self.numel
-        return {
-            "memcpy": 8.0,
-            "accumulate_select": x + 8.0,
-            "difference_select": x + 4.0,
-            "select": float(x),
-            "scatter_mean": scatter,
-            "torch_topk": float(x),
-        }
-
-    def check(self, runs: dict[str, Callable[[], Any]]) -> None:
-        """Raises unless every op gives what plain torch gives."""
-        x = self.x.float()
-        for op, u in {"accumulate_select": x, "difference_select": x - self.y, "select": x}.items():
-            values, indices, count = runs[op]()
-            want = (u.abs() >= self.threshold).nonzero().view(-1)
-            kept = want[: self.capacity]
-            _require(op, int(count) == want.numel() and torch.equal(indices[: kept.numel()].long(), kept))
-            _require(op, torch.equal(values[: kept.numel()], u[kept]) and not values[kept.numel() :].any())
-        _require("accumulate_select", torch.equal(self.residual, x))
-        runs["scatter_mean"]()
-        kept = (x.abs() >= self.threshold).nonzero().view(-1)[: self.capacity]
-        _require("scatter_mean", torch.equal(self.target, torch.zeros_like(x).index_copy(0, kept, x[kept])))
-        runs["memcpy"]()
-        _require("memcpy", torch.equal(self.copy, x))
-        _require("torch_topk", runs["torch_topk"]().values.min().item() == self.threshold.item())
-
-
-def _require(op: str, right: bool) -> None:
-    if not right:
-        raise RuntimeError(f"{op} gave a wrong result: its time would mean nothing")
-
-
-def _measure(case: _Case, repeats: int) -> list[kit.Row]:
+def _measure(case: KernelCase, repeats: int) -> list[kit.Row]:
     runs, sizes = case.runs(), case.bytes_per_element()
     case.check(runs)
-    seconds = kit.time_alternating(runs, repeats, case.device)
+    seconds = kit.time_alternating(runs, repeats, case.device, BUDGET)
     copy_rate = sizes["memcpy"] / seconds["memcpy"]
     return [
         {
@@ -163,7 +99,7 @@ def _plot(pyplot: Any, rows: Sequence[kit.Row], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for op in dict.fromkeys(row["op"] for row in shown):
         line = [row for row in shown if row["op"] == op]
-        style = "--" if op in ("memcpy", "torch_topk") else "-"
+        style = "--" if op in BASELINES else "-"
         axes.plot([row["numel"] for row in line], [row["ns_per_element"] for row in line], style, marker="o", label=op)
     axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="nanoseconds per element")
     axes.set_title(f"{shown[0]['dtype']} on {shown[0]['device']}, density {density:g}")

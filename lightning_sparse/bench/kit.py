@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import time
@@ -49,19 +50,33 @@ def pyplot() -> Any:
     return pyplot
 
 
-def time_alternating(runs: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of each run, timed in turns so that a slow moment of the machine meets all of them."""
+def time_alternating(
+    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device, budget: float = math.inf
+) -> dict[str, float]:
+    """Median seconds of each run, timed in turns so that a slow moment of the machine meets all of them.
+
+    A run that has taken `budget` seconds sits out the later turns; each is timed at least once.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
-            _synchronize(device)
-            begin = time.perf_counter()
-            run()
-            _synchronize(device)
-            # The first turn warms caches up, and compiles kernels.
-            if turn:
-                seconds[name].append(time.perf_counter() - begin)
+            if sum(seconds[name]) < budget:
+                taken = _seconds(run, device)
+                # The first turn warms caches up, and compiles kernels.
+                if turn:
+                    seconds[name].append(taken)
     return {name: median(times) for name, times in seconds.items()}
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new tensors may take on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def with_progress(title: str, cases: Sequence[Any], measure: Callable[[Any], Iterable[Row]]) -> list[Row]:
@@ -97,9 +112,19 @@ def write_json(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     path.write_text(json.dumps({"machine": machine, "versions": versions, "rows": list(rows)}, indent=1) + "\n")
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    with torch.cuda.device(device):
+        first.record()
+        run()
+        last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1000
 
 
 def _processor() -> str:

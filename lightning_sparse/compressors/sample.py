@@ -25,6 +25,11 @@ def entries(numel: int, density: float) -> int:
     return min(numel, max(1, math.floor(numel * density + 0.5)))
 
 
+def sample_size(numel: int, sample: float) -> int:
+    """Entries that are read for ``sample`` of ``numel``: at least 16384, or all."""
+    return min(numel, max(_SMALLEST, math.ceil(numel * sample)))
+
+
 def sampled_threshold(accumulator: Accumulator, count: int, sample: float, spread: float, draw: Draw) -> Tensor:
     """The magnitude that about ``count`` entries reach: [] float32, on the accumulator's device.
 
@@ -35,8 +40,7 @@ def sampled_threshold(accumulator: Accumulator, count: int, sample: float, sprea
         spread: standard deviations by which the estimate is lowered, so that more rather than fewer reach it.
         draw: names the positions.
     """
-    size = min(accumulator.numel, max(_SMALLEST, math.ceil(accumulator.numel * sample)))
-    magnitudes = accumulator.sample(size, draw).abs_().nan_to_num_(nan=0.0)  # [m]
+    magnitudes = accumulator.sample(sample_size(accumulator.numel, sample), draw).abs_().nan_to_num_(nan=0.0)  # [m]
     expected = magnitudes.numel() * count / accumulator.numel
     rank = math.ceil(expected + spread * math.sqrt(expected) + (2 if spread else 0))
     rank = min(magnitudes.numel(), max(1, rank))

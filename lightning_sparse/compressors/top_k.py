@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors.sample import check_scope, entries, sampled_threshold
+from lightning_sparse.kernels.kth_largest import kth_largest
 from lightning_sparse.kernels.pieces import index_dtype
+from lightning_sparse.kernels.select import select
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.random import Draw
 from lightning_sparse.vector import SparseVector
@@ -25,8 +27,9 @@ class TopK:
     """The k entries of largest magnitude, exactly; k = density * numel.
 
     A sampled lower bound admits slightly more than k candidates in one dense pass, and only those are
-    sorted; where the bound turns out too high or too low, the whole vector is. Entries that are zero or NaN are never
-    sent. Among equal magnitudes at the boundary any may be sent; the others gain on them in the memory.
+    compared; where the bound turns out too high or too low, radix select finds the k-th largest magnitude. Entries that
+    are zero or NaN are never sent. Among equal magnitudes at the boundary any may be sent; the others gain on them in
+    the memory.
 
     Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent",
     https://arxiv.org/abs/1704.05021, section 3.
@@ -60,7 +63,10 @@ class TopK:
             enough = int(count) >= capacity or float(threshold) == 0.0
             if enough and int(count) <= room:
                 return _largest(found, int(count), capacity)
-        return _largest_of(accumulator.pieces(), capacity)
+        pieces = accumulator.pieces()
+        if accumulator.numel > _DIRECT:
+            return _largest_by_threshold(pieces, accumulator.numel, capacity)
+        return _largest_of(pieces, capacity)
 
 
 def _largest(found: SparseVector, count: int, capacity: int) -> SparseVector:
@@ -73,6 +79,22 @@ def _largest(found: SparseVector, count: int, capacity: int) -> SparseVector:
     kept = torch.ones(count, dtype=torch.bool, device=magnitudes.device).index_fill_(0, least, False)
     at = kept.nonzero().view(-1)  # [capacity]
     return SparseVector(found.values[at], found.indices[at], found.numel)
+
+
+def _largest_by_threshold(pieces: list[Tensor], numel: int, capacity: int) -> SparseVector:
+    """Entries above the k-th largest magnitude, and as many that equal it, in index order, as still fit."""
+    threshold = kth_largest(pieces, capacity)
+    # the next float; above infinity comes NaN, which nothing exceeds
+    above = select(pieces, (threshold.view(torch.int32) + 1).view(torch.float32), capacity)
+    # in no more entries than fit, there are at least as many equal ones as those above leave room for
+    reaching = select(pieces, threshold, capacity)
+    equal = (reaching[0] != 0) & (reaching[0].abs() == threshold)  # [capacity]
+    kept = torch.cat([above[0] != 0, equal & (equal.cumsum(0) <= capacity - above[2])])  # [2 * capacity]
+    indices = torch.cat([above[1], reaching[1]])
+    # in index order, what is not kept behind
+    order = torch.where(kept, indices, numel).argsort(stable=True)[:capacity]
+    values = torch.where(kept, torch.cat([above[0], reaching[0]]), 0.0)[order]
+    return SparseVector(values, torch.where(kept, indices, 0)[order], numel)
 
 
 def _largest_of(pieces: list[Tensor], capacity: int) -> SparseVector:

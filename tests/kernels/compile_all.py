@@ -1,17 +1,32 @@
-"""A script: compiles every kernel for every target, without a GPU, and prints as JSON what each needs."""
+"""A script: compiles every kernel for every target, without a GPU, and prints as JSON what each needs.
+
+With `--markdown` it prints a table. Bytes are those of loads and stores of at least 16 bytes in the assembly: what a
+thread issues for a whole block, times threads, over the block's entries. Pieces are read in a branch for each dtype,
+of 4, 2 and 2 bytes an entry, of which a launch takes one: those of the other two are subtracted.
+"""
 
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_sparse.kernels import accumulate_select, compact, difference_select, scatter_add, select
+from lightning_sparse.kernels import (
+    accumulate_select,
+    compact,
+    difference_select,
+    kth_largest,
+    moments,
+    momentum_select,
+    scatter_add,
+    select,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -48,21 +63,53 @@ SCATTER = {
     "indices_ptr": "*i32",
     "entries": "i32",
 }
+COUNT = {
+    "pieces_ptr": "*i64",
+    "piece_of_block_ptr": "*i32",
+    "key_ptr": "*i32",
+    "counts_ptr": "*i64",
+    "blocks": "i32",
+    "programs": "i32",
+}
+CHOOSE = {"counts_ptr": "*i64", "key_ptr": "*i32", "rank_ptr": "*i64"}
+MOMENTS = {"pieces_ptr": "*i64", "piece_of_block_ptr": "*i32", "parts_ptr": "*fp32", "blocks": "i32"}
+AMD_VERBS = {"ld": "load", "st": "store"}
 WIDE = {"indices_ptr": "*i64", "capacity": "i64", "entries": "i64"}
 # Every dtype of the pieces is a branch of one kernel, so a compilation covers them all.
 DENSE_KERNELS = {
-    "accumulate_select": accumulate_select._accumulate_select_kernel,
-    "difference_select": difference_select._difference_select_kernel,
-    "select": select._select_kernel,
+    "accumulate_select": (accumulate_select._accumulate_select_kernel, DENSE, {}),
+    "difference_select": (difference_select._difference_select_kernel, DENSE, {}),
+    "select": (select._select_kernel, DENSE, {}),
+    "momentum_select": (
+        momentum_select._momentum_select_kernel,
+        DENSE | {"velocities_ptr": "*i64", "momentum": "fp32", "scale": "fp32"},
+        {},
+    ),
+    "moments": (moments._moments_kernel, MOMENTS, {}),
+} | {
+    f"count-{top}-{bottom}": (kth_largest._count_kernel, COUNT, {"TOP": top, "BOTTOM": bottom})
+    for top, bottom in pairwise(kth_largest.CUTS)
 }
+# Bytes that an fp32 entry costs at least, read and written.
+FLOORS = {
+    "accumulate_select": (8, 4),
+    "difference_select": (8, 0),
+    "select": (4, 0),
+    "momentum_select": (12, 8),
+    "moments": (4, 0),
+} | {f"count-{top}-{bottom}": (4, 0) for top, bottom in pairwise(kth_largest.CUTS)}
+OTHER_DTYPES = 4
 
 
 def cases():
     """(name, kernel, signature, constants, warps) of each variant."""
-    for name, kernel in DENSE_KERNELS.items():
+    for name, (kernel, signature, constants) in DENSE_KERNELS.items():
         for aligned in (True, False):
-            constants = {"ALIGNED": aligned, "BLOCK": compact.BLOCK}
-            yield f"{name}-{'aligned' if aligned else 'unaligned'}", kernel, DENSE, constants, 8
+            constants = constants | {"ALIGNED": aligned, "BLOCK": compact.BLOCK}
+            yield f"{name}-{'aligned' if aligned else 'unaligned'}", kernel, signature, constants, 8
+    for top, bottom in pairwise(kth_largest.CUTS):
+        constants = {"TOP": top, "BOTTOM": bottom}
+        yield f"choose-{top}-{bottom}", kth_largest._choose_kernel, CHOOSE, constants, 8
     for wide in (False, True):
         suffix = "int64" if wide else "int32"
         for source in ("x-y",) if wide else ("x", "y", "x-y"):
@@ -92,13 +139,7 @@ def needs_on_nvidia(compiled):
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    assembly = compiled.asm["ptx"]
-    return {
-        "registers": found["REG"],
-        "spilled": found["STACK"] + found["LOCAL"],
-        "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.(?:b|u|s|f)32|ld\.global[.\w:]*\.v2\.b64", assembly)),
-        "wide_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.(?:b|u|s|f)32|st\.global[.\w:]*\.v2\.b64", assembly)),
-    }
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
 def needs_on_amd(compiled):
@@ -106,16 +147,48 @@ def needs_on_amd(compiled):
     return {
         "registers": int(re.search(r"\.vgpr_count:\s+(\d+)", assembly)[1]),
         "spilled": sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly)),
-        "wide_loads": len(re.findall(r"(?:global|buffer|flat)_load_dwordx4", assembly)),
-        "wide_stores": len(re.findall(r"(?:global|buffer|flat)_store_dwordx4", assembly)),
     }
 
 
+def widths(compiled, backend, verb):
+    """Bytes of each access to global memory that moves 16 or more at once."""
+    if backend == "cuda":
+        vectors = re.findall(rf"{verb}\.global[.\w:]*\.v(\d)\.[busf](\d+)", compiled.asm["ptx"])
+        found = [int(count) * int(bits) // 8 for count, bits in vectors]
+    else:
+        words = re.findall(rf"(?:global|buffer|flat)_{AMD_VERBS[verb]}_dwordx(\d)", compiled.asm["amdgcn"])
+        found = [4 * int(count) for count in words]
+    return [width for width in found if width >= 16]
+
+
+def needs(target, constants, warps, compiled):
+    found = needs_on_nvidia(compiled) if target.backend == "cuda" else needs_on_amd(compiled)
+    found["shared"] = compiled.metadata.shared
+    if "ALIGNED" in constants:
+        for name, verb, others in (("read", "ld", OTHER_DTYPES), ("written", "st", 0)):
+            wide = sum(widths(compiled, target.backend, verb))
+            found[name] = wide * warps * target.warp_size / constants["BLOCK"] - others
+    return found
+
+
+def markdown(result):
+    """The aligned dense passes, with their bytes beside the floor, then the other kernels."""
+    columns = ["kernel", "target", "registers", "spilled", "shared"]
+    for header in ([*columns, "read", "written", "floor_read", "floor_written"], columns):
+        yield "| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|"
+        for row in result:
+            if ("floor_read" in row) == ("floor_read" in header):
+                yield "| " + " | ".join(f"{row[name]:g}" if name in header[2:] else row[name] for name in header) + " |"
+        yield ""
+
+
 if __name__ == "__main__":
-    result = {}
+    result = []
     for target_name, target in TARGETS.items():
-        for name, *case in cases():
-            compiled = compile_for(target, *case)
-            needs = needs_on_nvidia(compiled) if target.backend == "cuda" else needs_on_amd(compiled)
-            result[f"{name}-{target_name}"] = needs
-    json.dump(result, sys.stdout)
+        for name, kernel, signature, constants, warps in cases():
+            compiled = compile_for(target, kernel, signature, constants, warps)
+            result.append({"kernel": name, "target": target_name} | needs(target, constants, warps, compiled))
+            if constants.get("ALIGNED"):
+                floors = FLOORS[name.removesuffix("-aligned")]
+                result[-1] |= dict(zip(("floor_read", "floor_written"), floors, strict=True))
+    print("\n".join(markdown(result)) if "--markdown" in sys.argv else json.dumps(result))

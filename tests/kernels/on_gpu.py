@@ -1,4 +1,7 @@
-"""A script: runs every op on the device it is given and fails unless the torch path agrees, bit for bit."""
+"""A script: runs every op on the device it is given and fails unless the torch path agrees, bit for bit.
+
+Moments are sums in another order, and agree to rounding.
+"""
 
 import sys
 from contextlib import nullcontext
@@ -7,6 +10,9 @@ import torch
 
 from lightning_sparse.kernels.accumulate_select import accumulate_select, accumulate_select_torch
 from lightning_sparse.kernels.difference_select import difference_select, difference_select_torch
+from lightning_sparse.kernels.kth_largest import kth_largest, kth_largest_torch
+from lightning_sparse.kernels.moments import moments, moments_torch
+from lightning_sparse.kernels.momentum_select import momentum_select, momentum_select_torch
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.kernels.scatter_add import scatter_add_, scatter_add_torch_
 from lightning_sparse.kernels.select import select, select_torch
@@ -17,6 +23,12 @@ SIZES = [[1], [4095], [4096], [4097], [4096, 0, 3, 4097, 1], [50_021, 7]]
 
 def same(left, right):
     return all(torch.equal(a.cpu(), b) for a, b in zip(left, right, strict=True))
+
+
+def near(left, right):
+    # Both round in fp32 within a block only.
+    pairs = zip(torch.stack(left[1:]).tolist(), torch.stack(right[1:]).tolist(), strict=True)
+    return left.counted.item() == right.counted.item() and all(abs(a - b) <= 1e-5 * (1 + abs(b)) for a, b in pairs)
 
 
 def check(device, sizes, dtype, start):
@@ -30,6 +42,15 @@ def check(device, sizes, dtype, start):
         "select": same(select(there_x, *there), select_torch(x, *options)),
         "difference_select": same(difference_select(there_x, there_y, *there), difference_select_torch(x, y, *options)),
     }
+    results["kth_largest"] = all(
+        same([kth_largest(there_x, k)], [kth_largest_torch(x, k)]) for k in (1, sum(sizes) // 9 + 1, sum(sizes) + 1)
+    )
+    results["moments"] = near(moments(there_x), moments_torch(x))
+    z = [piece.flip(0) for piece in y]
+    there_z = [piece.to(device, copy=True) for piece in z]
+    moved = momentum_select(there_x, there_z, there_y, 0.9, 0.7, *there)
+    results["momentum_select"] = same(moved, momentum_select_torch(x, z, y, 0.9, 0.7, *options))
+    results["velocity"] = same(there_z, z)
     values, indices, count = accumulate_select_torch(x, y, *options)
     results["accumulate_select"] = same(accumulate_select(there_x, there_y, *there), (values, indices, count))
     results["residual"] = same(there_y, y)

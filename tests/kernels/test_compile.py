@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx90a", "gfx942"]
-DENSE = ["accumulate_select", "difference_select", "select"]
+COUNTS = ["count-31-20", "count-20-9", "count-9-0"]
+DENSE = ["accumulate_select", "difference_select", "select", "momentum_select", "moments", *COUNTS]
 ENTRIES = ["collect-x-int32", "collect-y-int32", "collect-x-y-int32", "collect-x-y-int64"]
-ENTRIES += ["scatter_add-int32", "scatter_add-int64"]
+ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def needs(tmp_path_factory):
     script = Path(__file__).with_name("compile_all.py")
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return {f"{row['kernel']}-{row['target']}": row for row in json.loads(run.stdout)}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -31,10 +32,11 @@ def test_dense_pass(needs, op, alignment, target):
     found = needs[f"{op}-{alignment}-{target}"]
     assert found["spilled"] == 0
     if alignment == "aligned":
-        # Two programs of 8 warps fit a multiprocessor, at 64 Ki registers.
-        assert found["registers"] <= 128
-        assert found["wide_loads"] > 0
-        assert (found["wide_stores"] > 0) == (op == "accumulate_select")
+        # Two programs of 8 warps fit a multiprocessor of 64 Ki registers; of a histogram, one fits an AMD compute unit.
+        assert found["registers"] <= (256 if op in COUNTS and target.startswith("gfx") else 128)
+        # All bytes of a whole block move 16 or more at once, and each of them once: fewer would be narrow accesses.
+        assert found["read"] == found["floor_read"]
+        assert found["written"] == found["floor_written"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
