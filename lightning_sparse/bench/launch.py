@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -67,8 +67,10 @@ class Ranks:
         """
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
+            # a rank that has died is reported below, with its output
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(task) + "\n")
+                process.stdin.flush()
         return self._gather("result", tick)
 
     def close(self) -> None:

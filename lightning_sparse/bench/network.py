@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lightning_sparse.bench import kit
-from lightning_sparse.bench.example import parse_arguments
 from lightning_sparse.bench.hosts import Hosts, Loopback, RefusedError
 from lightning_sparse.bench.launch import RankError, Ranks
 from lightning_sparse.bench.network_options import add_options, complete, validation_interval
@@ -45,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
                     kit.write_json(options.json, rows, torch.device("cpu"))
     except RankError as failure:
         raise SystemExit(f"bench network: {failure}") from failure
+    except KeyboardInterrupt:
+        raise SystemExit("bench network: interrupted; --json holds the rates that were done") from None
     _print(rows, options)
     if pyplot:
         draw(pyplot, rows, options.plot)
@@ -62,7 +63,7 @@ def _measure(
         "options": {
             "width": options.width,
             "example": str(options.example.resolve()),
-            "arguments": parse_arguments(options.set),
+            "arguments": options.arguments,
         },
     }
     runs: dict[str, list[Any]] = {name: [] for name in options.strategies}

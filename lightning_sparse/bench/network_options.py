@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from lightning_sparse.bench.contenders import CONTENDERS
-from lightning_sparse.bench.example import load_problem
+from lightning_sparse.bench.example import load_problem, parse_arguments
 from lightning_sparse.bench.network_rows import WARMUP
 
 POINTS = 10  # validations in a run
@@ -56,11 +56,12 @@ def complete(options: argparse.Namespace) -> None:
         raise SystemExit(f"bench network: --steps must be a multiple of {WARMUP} above {WARMUP}, got {options.steps}")
     if not 2 <= options.hosts <= 250:
         raise SystemExit(f"bench network: --hosts must be in 2 to 250, got {options.hosts}")
-    for name in ("repeat", "width"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"bench network: --{name} must be at least 1, got {getattr(options, name)}")
     if options.threads is None:
         options.threads = max(1, (os.cpu_count() or 1) // options.hosts)
+    for name in ("repeat", "width", "threads"):
+        if getattr(options, name) < 1:
+            raise SystemExit(f"bench network: --{name} must be at least 1, got {getattr(options, name)}")
+    options.arguments = parse_arguments(options.set)
     for file in filter(None, (options.json, options.plot)):
         # not found missing after an hour
         file.parent.mkdir(parents=True, exist_ok=True)

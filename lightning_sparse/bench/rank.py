@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -46,6 +47,8 @@ def main() -> None:
         while True:
             task = tasks.get()
             say(result=train(task, rank, world_size, lambda: say(step=True)))
+            # a Trainer is full of cycles, and holds the weights of one training
+            gc.collect()
     except BaseException as error:
         traceback.print_exc()
         say(error=f"{type(error).__name__}: {error}")
