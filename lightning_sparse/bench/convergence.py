@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lightning_sparse.bench import kit
+from lightning_sparse.bench.example import load_problem, parse_arguments
 from lightning_sparse.bench.recipes import RECIPES
 from lightning_sparse.bench.simulate import Problem, simulate
 from lightning_sparse.version import __version__
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     pyplot = kit.pyplot() if options.plot else None
     if options.quick:
         options.steps, options.points = [20], 2
-    make = _load(options.example)
+    make = load_problem(options.example)
     options.cache.mkdir(parents=True, exist_ok=True)
     results = []
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
@@ -88,7 +87,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _cached(case: Case, options: argparse.Namespace, make: Any, progress: Progress) -> Case:
-    arguments = _arguments(options.set)
+    arguments = parse_arguments(options.set)
     key = {"example": options.example.name, **arguments, "points": options.points, **case}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
     label = f"{options.example.stem}-{case['recipe']}-{case['world_size']}ranks-{case['steps']}steps"
@@ -132,20 +131,6 @@ def _command(case: Case, options: argparse.Namespace) -> str:
     return " ".join([*words, *(["--set", *options.set] if options.set else [])])
 
 
-def _arguments(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE as keyword arguments; a VALUE that is a number becomes one."""
-    out: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise SystemExit(f"bench convergence: --set expected NAME=VALUE, got {pair!r}")
-        try:
-            out[name] = json.loads(value)
-        except json.JSONDecodeError:
-            out[name] = value
-    return out
-
-
 def _rows(results: list[Case]) -> list[kit.Row]:
     """One row a run; its dense loss is that of the best learning rate tried at its steps, ranks and seed."""
     dense: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -182,21 +167,6 @@ def _rows(results: list[Case]) -> list[kit.Row]:
 
 def _key(result: Case) -> tuple[int, int, int]:
     return result["steps"], result["world_size"], result["seed"]
-
-
-def _load(path: Path) -> Any:
-    """The function `problem` of an example script."""
-    if not path.is_file():
-        raise SystemExit(f"bench convergence: expected an example script, got {path}: give its path with --example")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "problem"):
-        raise SystemExit(f"bench convergence: expected a function `problem` in {path}, got none")
-    return module.problem
 
 
 def _plot(pyplot: Any, results: list[Case], path: Path) -> None:
