@@ -69,14 +69,14 @@ class Residual:
         return [x.float() for x in inputs]
 
     def discard(self, names: Sequence[str], sent: SparseVector) -> None:
-        scatter_add_([self._residual[name] for name in names], sent.values, sent.indices, alpha=-1.0)
+        sent.add_to([self._residual[name] for name in names], alpha=-1.0)
 
     def discard_all(self, names: Sequence[str]) -> None:
         for name in names:
             self._residual[name].zero_()
 
     def give_back(self, names: Sequence[str], entries: SparseVector) -> None:
-        scatter_add_([self._residual[name] for name in names], entries.values, entries.indices)
+        entries.add_to([self._residual[name] for name in names])
 
     def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
         for name, x in zip(names, inputs, strict=True):

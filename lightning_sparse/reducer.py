@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.block import Block
 from lightning_sparse.finite import are_finite
 from lightning_sparse.job import Job, Outcome, Picked, Totals
-from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
 from lightning_sparse.random import Draw
 from lightning_sparse.sections import encode_sections
@@ -177,11 +177,9 @@ class Reducer:
             sizes = [x.numel() for x in job.inputs]
             sizes = sizes if self.compressor.scope == "layer" else [sum(sizes)]
             capacity = sum(self.compressor.capacity(size, density) for size in sizes)
-            device, dtype = job.inputs[0].device, index_dtype(sum(sizes))
-            values = torch.full((capacity,), torch.nan, device=device)
             # the first entries, so that the payload keeps the invariants of a sparse vector
-            sent = SparseVector(values, torch.arange(capacity, dtype=dtype, device=device), sum(sizes))
-            sent, wire = encode_sections(sent, self._sections, self._codec)
+            nan = Block(torch.full((capacity,), torch.nan, device=job.inputs[0].device), 0, capacity, sum(sizes))
+            sent, wire = encode_sections(nan, self._sections, self._codec)
         return Picked(job, density, sent, wire, _flat([*whole, *job.dense_inputs], job), finite=False)
 
     def _count(self, stage: str, start: float) -> None:

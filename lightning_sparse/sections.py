@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sparse.block import Block
 from lightning_sparse.protocols import Codec
 from lightning_sparse.vector import SparseVector
 
@@ -14,6 +15,8 @@ def cut(vector: SparseVector, count: int) -> list[SparseVector]:
     """Cut the entries, in their order, into ``count`` vectors of equal capacity; padding fills up the last ones."""
     if count == 1:
         return [vector]
+    if isinstance(vector, Block):
+        return list(vector.sections(count))
     capacity = max(1, -(-vector.capacity // count))
     room = count * capacity - vector.capacity
     values, indices = F.pad(vector.values, (0, room)), F.pad(vector.indices, (0, room))
@@ -26,5 +29,7 @@ def encode_sections(vector: SparseVector, count: int, codec: Codec) -> tuple[Spa
     parts = cut(vector, count)
     wires = [codec.encode(part) for part in parts]
     seen = [codec.decode(wire, vector.numel, part.capacity) for wire, part in zip(wires, parts, strict=True)]
-    values, indices = torch.cat([part.values for part in seen]), torch.cat([part.indices for part in seen])
-    return SparseVector(values, indices, vector.numel), torch.stack(wires)
+    values = torch.cat([part.values for part in seen])
+    if isinstance(vector, Block):
+        return vector.with_values(values), torch.stack(wires)
+    return SparseVector(values, torch.cat([part.indices for part in seen]), vector.numel), torch.stack(wires)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.pieces import index_dtype
+from lightning_sparse.kernels.scatter_add import scatter_add_
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ class SparseVector:
     def capacity(self) -> int:
         """Entries the payload can hold."""
         return self.values.numel()
+
+    def add_to(self, pieces: Sequence[Tensor], alpha: float = 1.0) -> None:
+        """``concat(pieces)[indices] += alpha * values``, in place, each product and each sum rounded once.
+
+        Args:
+            pieces: the vector, [numel of piece] float32, bfloat16 or float16 each.
+            alpha: finite.
+        """
+        scatter_add_(pieces, self.values, self.indices, alpha)
 
     def dense(self) -> Tensor:
         """The vector with zeros everywhere else: [numel] float32. For tests and small vectors."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_sparse.block import Block, as_block
 from lightning_sparse.kernels.pieces import index_dtype
 from lightning_sparse.vector import SparseVector
 
@@ -65,16 +66,18 @@ class Quantized:
 
     def encode(self, vector: SparseVector) -> Tensor:
         """Raises ValueError unless the entries are a block: neighbours, then padding."""
-        capacity = vector.capacity
-        start, count = _extent(vector.indices)
+        block, capacity = as_block(vector), vector.capacity
         values = self._by_group(vector.values)  # [g, group]
         first = torch.arange(values.shape[0], device=values.device) * self.group
-        live = (count - first).clamp(0, self.group)  # [g]
+        live = (block.count - first).clamp(0, self.group)  # [g]
         scale, codes = self._sign(values, live) if self.bits == 1 else self._grid(values, live)
         # NaN and inf make the scale NaN, which receivers see
         scale = torch.where(scale.isfinite(), scale, torch.nan).bfloat16()
-        head = torch.stack([start, count]).view(torch.uint8)
-        return torch.cat([head, scale.view(torch.uint8), self._pack(codes.flatten()[:capacity])])  # [b] uint8
+        # filled on the device: a copy from the host would be waited for
+        head = [torch.full((1,), n, dtype=torch.int64, device=values.device) for n in (block.start, block.count)]
+        return torch.cat(
+            [*(n.view(torch.uint8) for n in head), scale.view(torch.uint8), self._pack(codes.flatten()[:capacity])]
+        )  # [b] uint8
 
     def decode(self, wire: Tensor, numel: int, capacity: int) -> SparseVector:
         expected = self.nbytes(numel, capacity)
@@ -97,8 +100,9 @@ class Quantized:
         levels = _levels(self.bits, wire.device).index_select(0, wire[_HEAD + 2 * groups :].int()).flatten()
         values = (self._by_group(levels[:capacity]) * scale.unsqueeze(1)).flatten()[:capacity]
         dtype = index_dtype(numel)
-        if not wire.is_cuda and int(count) == capacity:
-            return SparseVector(values, torch.arange(int(start), int(start) + capacity, dtype=dtype), numel)
+        if not wire.is_cuda:
+            values[int(count) :] = 0
+            return Block(values, int(start), int(count), numel)
         position = torch.arange(capacity, dtype=dtype, device=wire.device)
         live = position < count
         return SparseVector(torch.where(live, values, 0.0), torch.where(live, position + start, 0).to(dtype), numel)
@@ -141,22 +145,6 @@ class Quantized:
             words = words | (words >> shift)
             shift *= 2
         return words.to(torch.uint8)
-
-
-def _extent(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a block begins, and how many entries it has: [] int64 each."""
-    capacity = indices.numel()
-    if not capacity:
-        zero = torch.zeros((), dtype=torch.int64, device=indices.device)
-        return zero, zero
-    start, last = indices[0].long(), indices[-1].long()
-    if not indices.is_cuda and int(last - start) == capacity - 1:
-        return start, torch.tensor(capacity)
-    # padding is what has index 0 behind the first entry
-    count = 1 + (indices[1:] > 0).sum()
-    if not indices.is_cuda and int(indices.max()) != int(start + count - 1):
-        raise ValueError("Quantized: expected neighbouring entries, got others: use it with WeightBlocks()")
-    return start, count
 
 
 @lru_cache

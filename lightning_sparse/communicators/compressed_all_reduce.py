@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.communicators.buffer import Buffer
+from lightning_sparse.block import Block, as_block
 from lightning_sparse.communicators.volume import gather_bytes
 from lightning_sparse.protocols import Codec, Lost, Mean, Transport
 from lightning_sparse.vector import SparseVector
@@ -45,16 +45,15 @@ class CompressedAllReduce:
         # NaN first: a rank that has some cannot say where its block is
         if not total.is_cuda and bool(total.isfinite().all()):
             _check_agreed(rows)
-        indices = rows[0].indices
+        mine, kept = as_block(sent).sections(world)[transport.rank], lost()
         # what was rounded away when these entries were here last
-        owed = Buffer(lost(), indices)
-        own = total / world + owed.read()
-        reply = codec.encode(SparseVector(own, indices, sent.numel))
+        own = total.div_(world).add_(mine.read(kept))
+        reply = codec.encode(mine.with_values(own))
         parts = [codec.decode(row, sent.numel, capacity) for row in transport.all_gather(reply).unbind()]
         finite = bool(torch.stack([part.values.isfinite().all() for part in parts]).all())
         if not finite:
             return Mean(parts, 1.0, rejected=sent, finite=False)
-        owed.write(own - parts[transport.rank].values)
+        mine.with_values(own - parts[transport.rank].values).write_to(kept)
         return Mean(parts, 1.0)
 
     def nbytes(self, payload: int, world_size: int) -> int:
@@ -64,8 +63,14 @@ class CompressedAllReduce:
 
 def _check_agreed(rows: list[SparseVector]) -> None:
     for rank, row in enumerate(rows):
-        if not torch.equal(row.indices, rows[0].indices):
+        if not _same_entries(row, rows[0]):
             raise ValueError(
                 f"CompressedAllReduce: expected the same entries from every rank, got others from rank {rank} than from"
                 " rank 0: use it with WeightBlocks()"
             )
+
+
+def _same_entries(a: SparseVector, b: SparseVector) -> bool:
+    if isinstance(a, Block) and isinstance(b, Block):
+        return (a.start, a.count) == (b.start, b.count)
+    return torch.equal(a.indices, b.indices)

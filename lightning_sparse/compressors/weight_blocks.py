@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from lightning_sparse.kernels.pieces import index_dtype
+from lightning_sparse.block import Block
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.random import Draw
 from lightning_sparse.vector import SparseVector
@@ -47,5 +45,4 @@ class WeightBlocks:
         # the last block is moved back to end with the vector
         start = min((draw.step + shift) % rounds * capacity, numel - capacity)
         values = accumulator.block(start, capacity)  # [capacity]
-        indices = torch.arange(start, start + capacity, dtype=index_dtype(numel), device=values.device)
-        return SparseVector(values, indices, numel)
+        return Block(values, start, capacity, numel)

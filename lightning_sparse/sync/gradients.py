@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sparse.job import Job, Outcome
-from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.memory import fold
 from lightning_sparse.protocols import Memory, Owed
 from lightning_sparse.reducer import Reducer
@@ -235,7 +234,7 @@ def _write_back(outcome: Outcome, buckets: list[_Bucket]) -> None:
         piece.copy_(mean)
     if outcome.mean is not None:
         for part in outcome.mean.parts:
-            scatter_add_(job.inputs, part.values, part.indices, alpha=outcome.mean.scale)
+            part.add_to(job.inputs, alpha=outcome.mean.scale)
     for bucket in buckets:
         if bucket.scale != 1:
             bucket.flat.mul_(bucket.scale)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.communicators.buffer import Buffer
+from lightning_sparse.block import Block, as_block
 from lightning_sparse.job import Outcome
-from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.updates import Updates
 from lightning_sparse.vector import SparseVector
@@ -32,21 +31,22 @@ def merge(group: Group, outcome: Outcome, config: Updates, agreed: bool) -> None
     if outcome.mean is not None and picked.sent is not None:
         weights, anchors = group.views(sparse), group.anchor.of(sparse)
         parts, factor = outcome.mean.parts, eta * outcome.mean.scale
-        if config.outer_momentum:
-            buffer = Buffer(group.anchor.outer(sparse), picked.sent.indices)
-            parts = [_with_momentum(_joined(parts, sections=agreed), picked.sent, buffer, config)]
-        for part in parts:
-            scatter_add_(anchors, part.values, part.indices, alpha=factor)
-        if agreed:
+        if agreed or config.outer_momentum:
+            block = as_block(picked.sent)
+            total = _joined(parts, sections=agreed)
+            if config.outer_momentum:
+                total = _with_momentum(total, block, group.anchor.outer(sparse), config)
+            step = total if factor == 1 else total * factor
+            block.with_values(step).add_to(anchors)
             # one sum, as each would be rounded in half-precision weights
-            moved = torch.cat([part.values for part in parts]) * factor - picked.sent.values
-            scatter_add_(weights, moved, picked.sent.indices)
+            block.with_values(step - block.values).add_to(weights)
         else:
             for part in parts:
-                scatter_add_(weights, part.values, part.indices, alpha=factor)
-            scatter_add_(weights, picked.sent.values, picked.sent.indices, alpha=-1.0)
+                part.add_to(anchors, alpha=factor)
+                part.add_to(weights, alpha=factor)
+            picked.sent.add_to(weights, alpha=-1.0)
         if (rejected := outcome.mean.rejected) is not None:
-            scatter_add_(weights, rejected.values, rejected.indices)
+            rejected.add_to(weights)
         if config.decay != 1:
             for weight, anchor in zip(weights, anchors, strict=True):
                 _decay(weight, anchor, config.decay)
@@ -80,11 +80,11 @@ def _joined(parts: list[SparseVector], sections: bool) -> Tensor:
     return total
 
 
-def _with_momentum(mean: Tensor, block: SparseVector, buffer: Buffer, config: Updates) -> SparseVector:
-    momentum = buffer.read()
+def _with_momentum(mean: Tensor, block: Block, buffers: Sequence[Tensor], config: Updates) -> Tensor:
+    momentum = block.read(buffers)
     step = _outer_step(mean, momentum, config)
-    buffer.write(momentum)
-    return replace(block, values=step)
+    block.with_values(momentum).write_to(buffers)
+    return step
 
 
 def _decay(weight: Tensor, anchor: Tensor, keep: float) -> None:
