@@ -162,9 +162,12 @@ class Difference:
         return SparseVector(values, indices, self.numel), count
 
     def block(self, start: int, numel: int) -> Tensor:
-        weights = overlaps(self.weights, start, numel)
-        anchors = overlaps(self.anchors, start, numel)
-        return torch.cat([w[a:b].float() - x[a:b] for (w, a, b), (x, _, _) in zip(weights, anchors, strict=True)])
+        out, done = torch.empty(numel, device=self.anchors[0].device if self.anchors else None), 0
+        for (weight, begin, end), anchor in zip(overlaps(self.weights, start, numel), self.anchors, strict=True):
+            part = out[done : done + end - begin]
+            torch.sub(weight[begin:end], anchor[begin:end], out=part)
+            done += end - begin
+        return out
 
     def pieces(self) -> list[Tensor]:
         return [weight.float() - anchor for weight, anchor in zip(self.weights, self.anchors, strict=True)]

@@ -52,17 +52,21 @@ class Block(SparseVector):
 
     def sections(self, count: int) -> list[Block]:
         """``count`` blocks of equal capacity, end to end."""
-        capacity = max(1, -(-self.capacity // count))
-        rows = F.pad(self.values, (0, count * capacity - self.capacity)).split(capacity)
-        counts = [min(max(self.count - i * capacity, 0), capacity) for i in range(count)]
-        # one without entries lies at the front, as padding does
-        starts = [self.start + i * capacity if n else 0 for i, n in enumerate(counts)]
-        return [Block(v, at, n, self.numel) for v, at, n in zip(rows, starts, counts, strict=True)]
+        capacity, out = max(1, -(-self.capacity // count)), []
+        for first in range(0, count * capacity, capacity):
+            values, entries = self.values[first : first + capacity], min(max(self.count - first, 0), capacity)
+            if values.numel() < capacity:
+                values = F.pad(values, (0, capacity - values.numel()))
+            # one without entries lies at the front, as padding does
+            out.append(Block(values, self.start + first if entries else 0, entries, self.numel))
+        return out
 
     def read(self, pieces: Sequence[Tensor]) -> Tensor:
-        """What ``pieces`` hold at the entries: [capacity] float32, 0 for padding."""
+        """What ``pieces`` hold at the entries, perhaps in place: [capacity] float32, 0 for padding."""
         parts = [part.float() for part in self._parts(pieces)]
-        return F.pad(torch.cat([self.values[:0], *parts]), (0, self.capacity - self.count))
+        if self.count < self.capacity:
+            parts.append(self.values.new_zeros(self.capacity - self.count))
+        return parts[0] if len(parts) == 1 else torch.cat([self.values[:0], *parts])
 
     def write_to(self, pieces: Sequence[Tensor]) -> None:
         """Put the values into ``pieces``, in place."""

@@ -25,6 +25,8 @@ class Job:
     dense_inputs: Sequence[Tensor] = ()
     idle: Sequence[str] = ()
     """Names out of ``names`` and ``dense_names`` that take no part in this step: what is kept for them stays kept."""
+    is_safe: bool = False
+    """What is not finite would show in the payload, and spoil no memory: nobody need look for it beforehand."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Reducer:
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
         density = self._density(job.step)
-        if not are_finite([*job.inputs, *job.dense_inputs]):
+        if not job.is_safe and not are_finite([*job.inputs, *job.dense_inputs]):
             return self._refuse(job, density)
         held = job.memory.hold(job.idle)
         job.memory.begin([*job.inputs, *job.dense_inputs])

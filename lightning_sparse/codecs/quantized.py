@@ -66,18 +66,18 @@ class Quantized:
 
     def encode(self, vector: SparseVector) -> Tensor:
         """Raises ValueError unless the entries are a block: neighbours, then padding."""
-        block, capacity = as_block(vector), vector.capacity
-        values = self._by_group(vector.values)  # [g, group]
-        first = torch.arange(values.shape[0], device=values.device) * self.group
-        live = (block.count - first).clamp(0, self.group)  # [g]
-        scale, codes = self._sign(values, live) if self.bits == 1 else self._grid(values, live)
-        # NaN and inf make the scale NaN, which receivers see
-        scale = torch.where(scale.isfinite(), scale, torch.nan).bfloat16()
+        block, values = as_block(vector), vector.values
+        # whole groups are read where they lie, the last one is filled up with zeros
+        whole = vector.capacity // self.group * self.group
+        scale, codes = self._groups_of(values[:whole].view(-1, self.group), block.count)
+        if whole < vector.capacity:
+            last = F.pad(values[whole:], (0, self.group - vector.capacity + whole)).view(1, self.group)
+            last_scale, last_codes = self._groups_of(last, block.count - whole)
+            scale, codes = torch.cat([scale, last_scale]), torch.cat([codes, last_codes])
+        codes = codes[: -(-vector.capacity * self.bits // 8)]
         # filled on the device: a copy from the host would be waited for
         head = [torch.full((1,), n, dtype=torch.int64, device=values.device) for n in (block.start, block.count)]
-        return torch.cat(
-            [*(n.view(torch.uint8) for n in head), scale.view(torch.uint8), self._pack(codes.flatten()[:capacity])]
-        )  # [b] uint8
+        return torch.cat([*(n.view(torch.uint8) for n in head), scale.view(torch.uint8), codes])  # [b] uint8
 
     def decode(self, wire: Tensor, numel: int, capacity: int) -> SparseVector:
         expected = self.nbytes(numel, capacity)
@@ -98,7 +98,9 @@ class Quantized:
         groups = self._groups(capacity)
         scale = wire[_HEAD : _HEAD + 2 * groups].clone().view(torch.bfloat16).float()  # [g]
         levels = _levels(self.bits, wire.device).index_select(0, wire[_HEAD + 2 * groups :].int()).flatten()
-        values = (self._by_group(levels[:capacity]) * scale.unsqueeze(1)).flatten()[:capacity]
+        values, whole = levels[:capacity], capacity // self.group * self.group
+        values[:whole].view(-1, self.group).mul_(scale[: whole // self.group].unsqueeze(1))
+        values[whole:].mul_(scale[whole // self.group :])
         dtype = index_dtype(numel)
         if not wire.is_cuda:
             values[int(count) :] = 0
@@ -107,9 +109,17 @@ class Quantized:
         live = position < count
         return SparseVector(torch.where(live, values, 0.0), torch.where(live, position + start, 0).to(dtype), numel)
 
+    def _groups_of(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Scales, [g] bfloat16, and packed codes of groups of which the first ``count`` values are no padding."""
+        first = torch.arange(values.shape[0], device=values.device) * self.group
+        live = (count - first).clamp(0, self.group)  # [g]
+        scale, codes = self._sign(values, live) if self.bits == 1 else self._grid(values, live)
+        # NaN and inf make the scale NaN, which receivers see
+        return torch.where(scale.isfinite(), scale, torch.nan).bfloat16(), self._pack(codes.flatten())
+
     def _sign(self, values: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
         """The scale of each group, and 1 where a value is not negative: the grid's nearest in closed form."""
-        mean = torch.linalg.vector_norm(values, ord=1, dim=1) / live.clamp_min(1)
+        mean = values.abs().sum(1) / live.clamp_min(1)
         return _OVER * mean, (values >= 0).view(torch.uint8)
 
     def _grid(self, values: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,22 +139,16 @@ class Quantized:
     def _groups(self, capacity: int) -> int:
         return -(-capacity // self.group)
 
-    def _by_group(self, x: Tensor) -> Tensor:
-        """[g, group] from [capacity], filled up with zeros."""
-        return F.pad(x, (0, -x.numel() % self.group)).view(-1, self.group)
-
     def _pack(self, codes: Tensor) -> Tensor:
-        """[ceil(n * bits / 8)] uint8 from [n] uint8 codes, the first in the lowest bits."""
+        """[n * bits / 8] uint8 from [n] uint8 codes, the first in the lowest bits; n is a multiple of 8."""
         per = 8 // self.bits
         if per == 1:
             return codes
-        # one word holds the codes of one byte; each round halves the distance between them
-        words = F.pad(codes, (0, -codes.numel() % per)).view(_WORDS[per])
-        shift = 8 - self.bits
-        for _ in range(per.bit_length() - 1):
-            words = words | (words >> shift)
-            shift *= 2
-        return words.to(torch.uint8)
+        # one word holds the codes of one byte; the product has them side by side in its highest byte, and no carries
+        words = codes.view(_WORDS[per])
+        high = 8 * (per - 1)
+        product = words * sum(1 << (high - (8 - self.bits) * code) for code in range(per))
+        return (product >> high).to(torch.uint8)
 
 
 @lru_cache

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.block import Block, as_block
 from lightning_sparse.communicators.volume import gather_bytes
+from lightning_sparse.finite import are_finite
 from lightning_sparse.protocols import Codec, Lost, Mean, Transport
 from lightning_sparse.vector import SparseVector
 
@@ -38,20 +39,23 @@ class CompressedAllReduce:
 
     def mean(self, sent: SparseVector, wire: Tensor, codec: Codec, transport: Transport, lost: Lost) -> Mean:
         world, capacity = transport.world_size, sent.capacity // transport.world_size
-        rows = [codec.decode(row, sent.numel, capacity) for row in transport.all_to_all(wire).unbind()]
+        mine, kept = as_block(sent).sections(world)[transport.rank], lost()
+        # what this rank sends itself was decoded before
+        rows = [
+            mine if rank == transport.rank else codec.decode(row, sent.numel, capacity)
+            for rank, row in enumerate(transport.all_to_all(wire).unbind())
+        ]
         total = rows[0].values.clone()
         for row in rows[1:]:
             total += row.values
         # NaN first: a rank that has some cannot say where its block is
-        if not total.is_cuda and bool(total.isfinite().all()):
+        if not total.is_cuda and are_finite([total]):
             _check_agreed(rows)
-        mine, kept = as_block(sent).sections(world)[transport.rank], lost()
         # what was rounded away when these entries were here last
         own = total.div_(world).add_(mine.read(kept))
         reply = codec.encode(mine.with_values(own))
         parts = [codec.decode(row, sent.numel, capacity) for row in transport.all_gather(reply).unbind()]
-        finite = bool(torch.stack([part.values.isfinite().all() for part in parts]).all())
-        if not finite:
+        if not are_finite([part.values for part in parts]):
             return Mean(parts, 1.0, rejected=sent, finite=False)
         mine.with_values(own - parts[transport.rank].values).write_to(kept)
         return Mean(parts, 1.0)

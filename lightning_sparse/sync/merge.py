@@ -33,13 +33,15 @@ def merge(group: Group, outcome: Outcome, config: Updates, agreed: bool) -> None
         parts, factor = outcome.mean.parts, eta * outcome.mean.scale
         if agreed or config.outer_momentum:
             block = as_block(picked.sent)
-            total = _joined(parts, sections=agreed)
-            if config.outer_momentum:
-                total = _with_momentum(total, block, group.anchor.outer(sparse), config)
-            step = total if factor == 1 else total * factor
-            block.with_values(step).add_to(anchors)
-            # one sum, as each would be rounded in half-precision weights
-            block.with_values(step - block.values).add_to(weights)
+            blocks = block.sections(len(parts)) if agreed else [block]
+            totals = [part.values for part in parts] if agreed else [_sum(parts)]
+            for block, total in zip(blocks, totals, strict=True):
+                if config.outer_momentum:
+                    total = _with_momentum(total, block, group.anchor.outer(sparse), config)
+                step = total if factor == 1 else total * factor
+                block.with_values(step).add_to(anchors)
+                # one sum, as each would be rounded in half-precision weights
+                block.with_values(step - block.values).add_to(weights)
         else:
             for part in parts:
                 part.add_to(anchors, alpha=factor)
@@ -70,10 +72,8 @@ def _outer_step(mean: Tensor, momentum: Tensor, config: Updates) -> Tensor:
     return mean + config.outer_momentum * momentum if config.nesterov else momentum.clone()
 
 
-def _joined(parts: list[SparseVector], sections: bool) -> Tensor:
-    """The values of parts that are the sections of one block, end to end, or of parts that are each the whole block."""
-    if sections:
-        return torch.cat([part.values for part in parts])
+def _sum(parts: list[SparseVector]) -> Tensor:
+    """Of the values of parts that have the same entries."""
     total = parts[0].values.clone()
     for part in parts[1:]:
         total += part.values

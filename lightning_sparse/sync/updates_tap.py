@@ -103,7 +103,10 @@ class UpdatesTap:
         small = {name for name, p in group.parameters.items() if is_small(p, self._dense_below)}
         live = group.live()
         sparse, dense = [n for n in live if n not in small], [n for n in live if n in small]
-        job = Job(group.name, group.exchanges, group.anchor, sparse, group.views(sparse), dense, group.views(dense))
+        inputs, dense_inputs = group.views(sparse), group.views(dense)
+        # blocks carry NaN in their turn, where a selection would pass over it for ever
+        is_safe = self._reducer.compressor.agreed
+        job = Job(group.name, group.exchanges, group.anchor, sparse, inputs, dense, dense_inputs, is_safe=is_safe)
         group.exchanges += 1
         # picked here and not on the worker: the next step changes the weights
         group.flight = self._reducer.submit_picked(self._reducer.pick(job))
