@@ -53,6 +53,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         "corpus",
         "elastic",
         "frontier",
+        "network_table",
         "optimizers",
         "report",
         "tables",
@@ -189,6 +190,11 @@ def test_elastic_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     for ranks, step in ((2, 2), (4, 4), (3, 6)):
         assert f"{ranks} ranks, step {step}: validation loss" in printed
     assert all(4 < result[name] < 6 for name in ("whole", "elastic"))
+
+
+def test_the_readme_holds_the_table_of_the_network(load: Any) -> None:
+    rows = json.loads((EXAMPLES / "results/network.json").read_text())["rows"]
+    assert load("network_table").table(rows) in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_holds_the_table_of_elastic(load: Any) -> None:

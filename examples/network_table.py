@@ -1,0 +1,40 @@
+"""Prints what `bench network` has measured as a table.
+
+python -m lightning_sparse bench network --json FILE && python examples/network_table.py FILE
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+NAMES = {
+    "ddp": "`ddp`",
+    "ddp-fp16": "`ddp`, fp16 hook",
+    "ddp-powersgd": "`ddp`, PowerSGD hook, rank 4",
+    "updates": "`sparse_ddp`, default",
+    "updates-overlap": "`exchange=Updates(overlap=True)`",
+    "updates-every4": "`exchange=Updates(every=4)`",
+    "updates-topk": "`density=0.01` (`TopK`)",
+    "gradients": "`exchange=Gradients(), density=0.01`",
+    "alone": "no exchange at all",
+}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of a step and how many times faster than ddp it is, for each rate."""
+    rates = sorted({row["rate_mbit"] or float("inf") for row in rows})
+    heads = [f"{rate:.0f} Mbit/s" if rate < float("inf") else "unlimited" for rate in rates]
+    lines = [
+        "| " + " | ".join(["ms per step (times faster than `ddp`)", *heads]) + " |",
+        "|" + "---|" * (len(rates) + 1),
+    ]
+    for strategy, name in NAMES.items():
+        found = {row["rate_mbit"] or float("inf"): row for row in rows if row["strategy"] == strategy}
+        cells = [f"{1000 * found[rate]['step_seconds']:.0f} ({found[rate]['ratio_to_ddp']:.1f})" for rate in rates]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text())["rows"]))
