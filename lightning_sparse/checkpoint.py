@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sparse.finite import are_finite
 from lightning_sparse.protocols import Owed, Tap
 from lightning_sparse.reducer import Reducer
 
 KEY = "sparse_ddp"
 KINDS = ("exact", "mean", "none")
-_VERSION = 1
+_VERSION = 2
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,15 @@ def check_kind(kind: Any) -> None:
         raise ValueError(f"SparseDDPStrategy: residual_checkpoint must be one of {KINDS}, got {kind!r}")
 
 
-def save(kind: str, tap: Tap, reducer: Reducer, optimizers: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
-    """What goes into the file: tensors on the CPU and plain values. Every rank calls it; rank 0's result counts.
+def save(
+    kind: str,
+    tap: Tap,
+    reducer: Reducer,
+    optimizers: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    together: bool = True,
+) -> Any:
+    """What goes into the file: tensors on the CPU and plain values. Rank 0's result counts.
 
     Args:
         kind: "exact", "mean" or "none".
@@ -36,15 +44,23 @@ def save(kind: str, tap: Tap, reducer: Reducer, optimizers: Sequence[Mapping[str
         reducer: averages them.
         optimizers: this rank's optimizer states.
         device: whose generator is saved.
+        together: every rank calls it; otherwise ``kind`` is "none".
     """
     state: dict[str, Any] = {"version": _VERSION, "kind": kind, "exchange": tap.name}
+    state["shared"] = _to_cpu(tap.shared_state(together))
     if kind == "none":
         return state
-    state["shared"] = _to_cpu(tap.shared_state())
     world = reducer.transport.world_size
     if kind == "mean":
-        return state | {"owed": _to_cpu(reducer.call(lambda: _mean(tap.owed(world), reducer)))}
-    mine = {"own": tap.own_state(), "optimizers": list(optimizers), "generators": _generators(device)}
+        owed = _to_cpu(reducer.call(lambda: _mean(tap.owed(world), reducer)))
+        return state | {"owed": owed, "layout": _layout(owed)}
+    own = tap.own_state()
+    mine = {
+        "own": own,
+        "layout": _layout(own),
+        "optimizers": list(optimizers),
+        "generators": _generators(device),
+    }
     ranks: list[Any] | None = [None] * world if reducer.transport.rank == 0 else None
     dist.gather_object(_to_cpu(mine), ranks)
     return state | {"ranks": ranks}
@@ -65,10 +81,27 @@ def load(
         log.info("sparse_ddp: the checkpoint is of another strategy; nothing is owed yet")
         return None
     _check(state, tap, module)
+    problem: Exception | None = None
+    try:
+        mine = _take(state, tap, reducer, device)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        problem = error
+    # a rank that has raised would leave the others waiting in their first step
+    flag = torch.tensor([float(problem is not None)], device=device)
+    failed = bool(reducer.call(lambda: reducer.transport.all_reduce_mean_(flag)).any())
+    if failed:
+        what = "its own output says what it lacks" if problem is None else f"{type(problem).__name__}: {problem}"
+        raise ValueError(
+            f"sparse_ddp: expected a whole state in the checkpoint, got a damaged one on at least one rank: {what}"
+        ) from problem
+    return mine
+
+
+def _take(state: Any, tap: Tap, reducer: Reducer, device: torch.device) -> Sequence[Mapping[str, Any]] | None:
+    tap.load_shared_state(state["shared"])
     if state["kind"] == "none":
         log.warning("sparse_ddp: the checkpoint holds nothing of what ranks owed each other; they begin with none")
         return None
-    tap.load_shared_state(state["shared"])
     world = reducer.transport.world_size
     if state["kind"] == "mean":
         tap.load_owed(state["owed"])
@@ -124,16 +157,35 @@ def _check(state: Any, tap: Tap, module: nn.Module) -> None:
             f"sparse_ddp: expected a checkpoint of the {tap.name} exchange, got one of {state['exchange']}: pass"
             f" exchange={state['exchange'].capitalize()}(), or delete checkpoint[{KEY!r}] to begin with nothing owed"
         )
-    keys = {"exact": ("shared", "ranks"), "mean": ("shared", "owed"), "none": ()}[state["kind"]]
-    if missing := [key for key in keys if key not in state]:
-        raise ValueError(f"sparse_ddp: expected {missing[0]!r} in the checkpoint's state, got {sorted(state)}: damaged")
+    keys = {"exact": ("shared", "ranks"), "mean": ("shared", "owed", "layout"), "none": ("shared",)}[state["kind"]]
+    _check_keys(state, keys)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
-    owed = state.get("ranks") or [state.get("owed", {})]
-    for part in owed:
-        _check_names(part["own"] if state["kind"] == "exact" else part, sizes)
+    if state["kind"] == "mean":
+        _check_names(state["owed"], state["layout"], sizes)
+    for rank in state["ranks"] if state["kind"] == "exact" else ():
+        _check_keys(rank, ("own", "layout", "optimizers", "generators"))
+        _check_names(rank["own"], rank["layout"], sizes)
 
 
-def _check_names(kinds: Any, sizes: Mapping[str, int]) -> None:
+def _check_keys(state: Any, keys: Sequence[str]) -> None:
+    for key in keys:
+        if not isinstance(state, Mapping) or key not in state:
+            raise ValueError(f"sparse_ddp: expected {key!r} in the checkpoint's state, got {_describe(state)}: damaged")
+
+
+def _layout(owed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
+    """Which names there are of each kind, so that what is lost is missed."""
+    return {kind: sorted(parts) for kind, parts in owed.items()}
+
+
+def _check_names(kinds: Any, layout: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
+    _check_keys(kinds, list(layout))
+    for kind, names in layout.items():
+        for name in names:
+            if name not in kinds[kind]:
+                raise ValueError(
+                    f"sparse_ddp: expected {kind} of parameter {name!r} in the checkpoint's state, got none: damaged"
+                )
     for kind, parts in kinds.items():
         for name, x in parts.items():
             if name not in sizes or not isinstance(x, Tensor) or x.numel() != sizes[name]:
@@ -141,6 +193,11 @@ def _check_names(kinds: Any, sizes: Mapping[str, int]) -> None:
                 raise ValueError(
                     f"sparse_ddp: expected {sizes.get(name, 'no')} elements of {kind} for parameter {name!r},"
                     f" got {got}: the checkpoint belongs to another model"
+                )
+            if not are_finite([x]):
+                raise ValueError(
+                    f"sparse_ddp: expected finite {kind} of parameter {name!r} in the checkpoint's state, got NaN or"
+                    " inf: damaged"
                 )
 
 

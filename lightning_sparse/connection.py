@@ -38,7 +38,7 @@ class Plan:
     debug: bool
 
     def __str__(self) -> str:
-        return f"{self.exchange}, {self.parts}, seed {self.seed}"
+        return f"{self.exchange}, {self.parts}, seed {self.seed}" + (", debug" if self.debug else "")
 
 
 class Connection:
@@ -75,13 +75,17 @@ class Connection:
         algorithm = (parts.compressor, parts.codec, parts.communicator)
         self.reducer = Reducer(*algorithm, self._checked or self._transport, density, device, plan.seed)
         self.tap: GradientsTap | UpdatesTap
-        if isinstance(plan.exchange, Gradients):
-            # a copy: every fit starts with an empty memory
-            memory = copy.deepcopy(plan.memory) if plan.memory is not None else Residual()
-            self.tap = GradientsTap(plan.exchange, self.reducer, memory, module, find_unused, loss_scale)
-        else:
-            broadcast_state(module, self._transport)
-            self.tap = UpdatesTap(plan.exchange, self.reducer, module, optimizers, is_linear)
+        try:
+            if isinstance(plan.exchange, Gradients):
+                # a copy: every fit starts with an empty memory
+                memory = copy.deepcopy(plan.memory) if plan.memory is not None else Residual()
+                self.tap = GradientsTap(plan.exchange, self.reducer, memory, module, find_unused, loss_scale)
+            else:
+                broadcast_state(module, self._transport)
+                self.tap = UpdatesTap(plan.exchange, self.reducer, module, optimizers, is_linear)
+        except BaseException:
+            self.close()
+            raise
 
     def compare_ranks(self) -> None:
         """In debug mode, now and then: raise RuntimeError unless ranks agree where they must. Every rank calls it."""

@@ -195,10 +195,8 @@ Owed = dict[str, dict[str, Tensor]]
 """What a rank has still to share, by kind and parameter name: [n] float32 each. Ranks count through their mean."""
 
 
-class Tap(Protocol):
-    """Where a training step hands over what is exchanged, and takes it back."""
-
-    name: str
+class Stepped(Protocol):
+    """What is told of optimizer steps."""
 
     @property
     def steps(self) -> int:
@@ -215,6 +213,12 @@ class Tap(Protocol):
 
     def give_up(self, message: str) -> None:
         """After a refused step: see to it that every rank raises FloatingPointError."""
+
+
+class Tap(Stepped, Protocol):
+    """Where a training step hands over what is exchanged, and takes it back."""
+
+    name: str
 
     def check(self) -> None:
         """Raise what went wrong in an exchange since the last call."""
@@ -237,8 +241,12 @@ class Tap(Protocol):
     def norms(self) -> dict[str, float]:
         """Norms of what is kept back and of what came in at the last watched step."""
 
-    def shared_state(self) -> dict[str, Any]:
-        """For a checkpoint: what is equal on all ranks, counters first. Every rank calls it."""
+    def shared_state(self, together: bool = True) -> dict[str, Any]:
+        """For a checkpoint: what is equal on all ranks, counters first.
+
+        Args:
+            together: every rank calls it, so that what is in flight can be waited for; otherwise it is left out.
+        """
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Take over what ``shared_state`` gave. Raises ValueError if it belongs to another model."""

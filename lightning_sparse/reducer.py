@@ -79,7 +79,12 @@ class Reducer:
 
     def call(self, task: Callable[[], _T]) -> _T:
         """Run ``task`` on the worker, behind every exchange in flight, and wait: nobody else uses the transport."""
-        return self._worker.submit(task).result()
+
+        def announced() -> _T:
+            self.transport.announce("what is done between steps")
+            return task()
+
+        return self._worker.submit(announced).result()
 
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +22,11 @@ from lightning_sparse.arguments import (
 from lightning_sparse.checkpoint import KEY, check_kind, load, save
 from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
-from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
+from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule, Stepped
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.summary import summarise
 from lightning_sparse.sync import Gradients, Updates
+from lightning_sparse.sync.alone import Alone
 from lightning_sparse.sync.gradients import GradientsTap
 from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
@@ -152,20 +152,22 @@ class SparseDDP(_Base):
         """Add what ranks owe each other, unless only weights are saved, and write the file on rank 0."""
         if self.tap is not None and self.reducer is not None and "optimizer_states" in checkpoint:
             kind = self._residual_checkpoint
-            if sys.exc_info()[0] is not None:
+            if self._is_interrupted:
                 kind = "none"
                 if self.is_global_zero:
                     log.warning(
-                        "sparse_ddp: saved while an exception is handled, where other ranks may not come: the file"
-                        " holds nothing of what ranks owe each other"
+                        "sparse_ddp: saved while training ends with an exception, where other ranks may not come:"
+                        " the file holds nothing of what ranks owe each other"
                     )
-            checkpoint[KEY] = save(kind, self.tap, self.reducer, checkpoint["optimizer_states"], self.root_device)
+            checkpoint[KEY] = save(
+                kind, self.tap, self.reducer, checkpoint["optimizer_states"], self.root_device, not self._is_interrupted
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, except behind a checkpoint that is saved on the way out of an exception."""
         # other ranks may not come: stock DDP waits for them there until its timeout
-        if name != "Trainer.save_checkpoint" or sys.exc_info()[0] is None:
+        if name != "Trainer.save_checkpoint" or not self._is_interrupted:
             super().barrier(name)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -175,12 +177,14 @@ class SparseDDP(_Base):
         connection = self._connect() if alone else self._connection
         if connection is not None:
             tap, reducer = connection.tap, connection.reducer
-            own = load(checkpoint.get(KEY), tap, reducer, self._module, self.root_device)
+            try:
+                own = load(checkpoint.get(KEY), tap, reducer, self._module, self.root_device)
+            finally:
+                if alone:
+                    # what several ranks owed is in the weights now
+                    connection.close()
             if own is not None:
                 super().load_optimizer_state_dict({"optimizer_states": own})
-            if alone:
-                # what several ranks owed is in the weights now
-                connection.close()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
@@ -221,7 +225,7 @@ class SparseDDP(_Base):
         if not isinstance(self.tap, UpdatesTap):
             return super().lightning_module_state_dict()
         # while an exception is handled, other ranks may not come
-        with self.tap.shared(together=sys.exc_info()[0] is None):
+        with self.tap.shared(together=not self._is_interrupted):
             state = super().lightning_module_state_dict()
             return {key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in state.items()}
 
@@ -271,12 +275,14 @@ class SparseDDP(_Base):
 
     def _begin(self, trainer: Any) -> None:
         """Connect the tap to the optimizers, before the first step."""
-        check_ranks_agree(str(self._plan), self._module)
+        options = f"residual_checkpoint {self._residual_checkpoint!r}, on_nonfinite {self._on_nonfinite!r}"
+        check_ranks_agree(f"{self._plan}, {options}", self._module)
         is_updates = isinstance(self._plan.exchange, Updates)
         if self.world_size == 1:
             log.info("sparse_ddp: one rank, nothing to exchange")
             if is_updates:
                 super().configure_ddp()
+                self._watch_steps(Alone())
                 return
         self._connection = self._connect()
         if is_updates:
@@ -284,10 +290,18 @@ class SparseDDP(_Base):
             self._callbacks.insert(0, self._first)
         else:
             super().configure_ddp()
-        scaled = getattr(self.precision_plugin, "scaler", None) is not None
-        self._steps = Steps(self._connection.tap, self._bare_optimizers(), None if scaled else self._on_nonfinite)
+        self._watch_steps(self._connection.tap)
         if self.is_global_zero and self.world_size > 1:
             log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
+
+    def _watch_steps(self, tap: Stepped) -> None:
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        self._steps = Steps(tap, self._bare_optimizers(), None if scaled else self._on_nonfinite)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether the Trainer ends with an exception: other ranks may not come to a collective any more."""
+        return bool(self.lightning_module.trainer.interrupted)
 
     def _connect(self) -> Connection:
         return Connection(

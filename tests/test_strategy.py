@@ -264,6 +264,24 @@ def test_one_rank_trains_as_without_us(optimizer: Any) -> None:
     assert trainer.strategy.summary() == {}
 
 
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("exchange", [ls.Updates(), ls.Gradients()], ids=lambda x: x.name)
+def test_one_rank_skips_what_is_not_finite_or_raises(exchange: Any) -> None:
+    class Bad(Frozen):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch).sum() * (torch.nan if batch_idx == 2 else 1.0)
+
+    module = Bad()
+    module.net.requires_grad_(True)
+    trainer = pl.Trainer(strategy=ls.SparseDDPStrategy(exchange=exchange), **quiet())
+    trainer.fit(module)
+    assert module.net.weight.isfinite().all()
+    module = Bad()
+    module.net.requires_grad_(True)
+    with pytest.raises(FloatingPointError, match="expected finite gradients on every rank"):
+        pl.Trainer(strategy=ls.SparseDDPStrategy(exchange=exchange, on_nonfinite="raise"), **quiet()).fit(module)
+
+
 def test_only_sgd_is_linear() -> None:
     weights = [nn.Parameter(torch.zeros(2, 2))]
     assert is_linear(torch.optim.SGD(weights, lr=0.1, momentum=0.9))

@@ -81,11 +81,11 @@ class Agreement:
         self._take()
         self._sums = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was measured, the measurement in flight included: equal on all ranks."""
+    def state_dict(self, together: bool = True) -> dict[str, Any]:
+        """What was measured, the measurement in flight included if ``together``: equal on all ranks."""
         sums = {name: list(parts) for name, parts in self._sums.items()}
         flight = None
-        if self._flight is not None:
+        if self._flight is not None and together:
             flight = {"counts": dict(self._flight.counts), "mean": self._flight.mean.result().clone()}
         return {"sums": sums, "flight": flight, "world_size": self._reducer.transport.world_size}
 

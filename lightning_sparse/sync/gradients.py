@@ -80,6 +80,7 @@ class GradientsTap:
         self._scale = scale
         self._error: BaseException | None = None
         self._refused = False
+        self._outcomes: list[Outcome] = []
         self._module = module
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._wrapped = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
@@ -93,6 +94,7 @@ class GradientsTap:
         """DDP's communication hook; DDP asks for this signature."""
         if bucket.index() == 0:
             self.steps += 1
+            self._refused, self._outcomes = False, []
             self._watched = self.watch(self.steps - 1)
             self._squares = 0.0 if self._watched else self._squares
         entry = self._open(bucket)
@@ -122,8 +124,14 @@ class GradientsTap:
         """Nothing: the exchange happens in the backward pass."""
 
     def refuses(self, optimizer: Any) -> bool:
-        refused, self._refused = self._refused, False
-        return refused
+        # of the last backward pass, whichever optimizer asks, and however many do
+        outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes if self._refused else []:
+            job, sent = outcome.picked.job, outcome.picked.sent
+            if outcome.finite and sent is not None:
+                # what other buckets have sent arrives nowhere
+                job.memory.give_back(job.names, sent)
+        return self._refused
 
     def give_up(self, message: str) -> None:
         # every rank has seen the same mean
@@ -147,7 +155,7 @@ class GradientsTap:
     def finish(self) -> None:
         """Nothing: weights are equal on all ranks."""
 
-    def shared_state(self) -> dict[str, Any]:
+    def shared_state(self, together: bool = True) -> dict[str, Any]:
         return {"steps": self.steps}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -210,6 +218,7 @@ class GradientsTap:
 
         def apply(outcome: Outcome) -> None:
             self._refused |= not outcome.finite
+            self._outcomes.append(outcome)
             _write_back(outcome, buckets)
 
         done = self._reducer.submit(job, apply)
@@ -232,7 +241,11 @@ def _write_back(outcome: Outcome, buckets: list[_Bucket]) -> None:
     whole = [*job.inputs, *job.dense_inputs] if outcome.mean is None else job.dense_inputs
     for piece, mean in zip(whole, outcome.tail.split([x.numel() for x in whole]), strict=True):
         piece.copy_(mean)
-    if outcome.mean is not None:
+    if not outcome.finite:
+        # on every rank, wherever they were: later backward passes may add to them
+        for bucket in buckets:
+            bucket.flat.fill_(torch.nan)
+    elif outcome.mean is not None:
         for part in outcome.mean.parts:
             part.add_to(job.inputs, alpha=outcome.mean.scale)
     for bucket in buckets:

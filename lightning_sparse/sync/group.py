@@ -81,11 +81,11 @@ class Group:
         self.flight = self.merged = None
         self.anchor.restart(list(self.parameters), self.views(self.parameters))
 
-    def shared_state(self) -> dict[str, Any]:
+    def shared_state(self, together: bool = True) -> dict[str, Any]:
         """What is equal on all ranks: counters, what was measured, the anchor where weights are no copy of it."""
         state = self.anchor.state_dict()
         rounded = {name for name, p in self.parameters.items() if p.dtype is not torch.float32}
-        measured = self.lr_scale.state_dict() if isinstance(self.lr_scale, Agreement) else None
+        measured = self.lr_scale.state_dict(together) if isinstance(self.lr_scale, Agreement) else None
         return {
             "steps": self.steps,
             "exchanges": self.exchanges,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_sparse.protocols import Tap
+from lightning_sparse.protocols import Stepped
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Steps:
             scaler looks after that.
     """
 
-    def __init__(self, tap: Tap, optimizers: Sequence[Optimizer], on_nonfinite: str | None = None) -> None:
+    def __init__(self, tap: Stepped, optimizers: Sequence[Optimizer], on_nonfinite: str | None = None) -> None:
         self.skipped = 0
         self._tap = tap
         self._on_nonfinite = on_nonfinite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.finite import are_finite
+from lightning_sparse.finite import gradients_are_finite
 from lightning_sparse.job import Job
 from lightning_sparse.protocols import Owed
 from lightning_sparse.reducer import Reducer
@@ -24,6 +25,8 @@ from lightning_sparse.sync.merge import merge
 from lightning_sparse.sync.outside import Outside
 from lightning_sparse.sync.shown import Shown, settle
 from lightning_sparse.sync.updates import Updates
+
+log = logging.getLogger(__name__)
 
 
 class UpdatesTap:
@@ -114,11 +117,15 @@ class UpdatesTap:
             self._merge(group)
 
     def refuses(self, optimizer: Optimizer) -> bool:
-        gradients = [p.grad for entry in optimizer.param_groups for p in entry["params"] if p.grad is not None]
-        return not are_finite(gradients)
+        return not gradients_are_finite(optimizer)
 
+    @torch.no_grad()
     def give_up(self, message: str) -> None:
-        """Nothing more: weights that are not finite end the next exchange on every rank."""
+        """Weights that are not finite end the next exchange on every rank; the anchor stays as it is."""
+        log.error(message)
+        for group in self._groups.values():
+            for view in group.views(group.live()):
+                view.fill_(torch.nan)
 
     def check(self) -> None:
         """Nothing: errors are raised where an exchange is waited for."""
@@ -168,10 +175,10 @@ class UpdatesTap:
         self._shown.end(together=False)
 
     @torch.no_grad()
-    def shared_state(self) -> dict[str, Any]:
-        for group in self._groups.values():
+    def shared_state(self, together: bool = True) -> dict[str, Any]:
+        for group in self._groups.values() if together else ():
             self._merge(group)
-        return {"groups": [group.shared_state() for group in self._groups.values()]}
+        return {"groups": [group.shared_state(together) for group in self._groups.values()]}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         groups = state["groups"]

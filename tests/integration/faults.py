@@ -127,11 +127,12 @@ def train(folder: Path, tap: str, fault: str, step: int, rank: int) -> None:
 
 def damage(folder: Path, step: int) -> None:
     """A checkpoint whose state is not whole, in one of several ways."""
-    state = {"version": 1, "kind": "mean", "exchange": "updates", "shared": {}, "owed": {}}
+    state = {"version": 2, "kind": "mean", "exchange": "updates", "shared": {}, "owed": {}, "layout": {}}
     ways: tuple[Any, ...] = (
         {**state, "version": 7},
         {**state, "owed": {"progress": {"layers.0.weight": torch.zeros(3)}}},
-        {"version": 1},
+        {"version": 2},
+        {**state, "layout": {"progress": ["layers.0.weight"]}},
         [1, 2, 3],
     )
     net = Net()

@@ -7,6 +7,7 @@ STAGE is the name of a stage, or "kill SEED", and then "killed SEED".
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import os
 import random
@@ -234,7 +235,7 @@ def refused(folder: Path) -> dict[str, str]:
         for fault, break_ in FAULTS.items():
             path = folder / f"{fault}.ckpt"
             if rank == 0:
-                bad = {**good, "sparse_ddp": break_({**good["sparse_ddp"]})}
+                bad = {**good, "sparse_ddp": break_(copy.deepcopy(good["sparse_ddp"]))}
                 torch.save(bad, path)
             torch.distributed.barrier()
             with pytest.raises(ValueError, match=r"sparse_ddp|Updates") as caught:
@@ -260,12 +261,25 @@ def _rename(state: Any) -> Any:
     return state
 
 
+def _lose(state: Any) -> Any:
+    del _parts(state)["layers.0.weight"]
+    return state
+
+
+def _spoil(state: Any) -> Any:
+    _parts(state)["layers.0.weight"].view(-1)[0] = torch.nan
+    return state
+
+
 FAULTS: dict[str, Any] = {
     "shortened": _shorten,
     "renamed": _rename,
     "of another version": lambda state: {**state, "version": 99},
     "of another exchange": lambda state: {**state, "exchange": "gossip"},
     "truncated": lambda state: {key: state[key] for key in ("version", "kind", "exchange")},
+    "without a parameter": _lose,
+    "not finite": _spoil,
+    "without counters": lambda state: {**state, "shared": {}},
     "foreign": lambda state: "something",
 }
 

@@ -536,6 +536,49 @@ def skipped() -> dict[str, Any]:
     return out
 
 
+class PoisonedTwice(Net):
+    """NaN on the second rank in one layer, in one backward pass of which two optimizers step."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        poison = torch.nan if batch_idx == 3 and self.global_rank == 1 else 1.0
+        if batch_idx == 3:
+            self.kept = {name: x.double() for name, x in self.trainer.strategy.tap.owed(RANKS)["residual"].items()}
+            owned = dict(self.layers.named_parameters(prefix="layers"))
+            found = torch.autograd.grad(self.loss(batch), list(owned.values()))
+            self.gradients = {name: x.flatten().double() for name, x in zip(owned, found, strict=True)}
+            handle = self.head.weight.register_hook(lambda gradient: gradient * poison)
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 3:
+            handle.remove()
+        for optimizer in self.optimizers():
+            optimizer.step()
+        if batch_idx == 3:
+            self.left = {name: x.double() for name, x in self.trainer.strategy.tap.owed(RANKS)["residual"].items()}
+
+    def configure_optimizers(self) -> Any:
+        parts = self.layers.parameters(), self.head.parameters()
+        return [torch.optim.SGD(part, lr=self.lr) for part in parts]
+
+
+def poisoned_twice() -> dict[str, Any]:
+    """No optimizer steps, and nothing that other buckets have sent is lost."""
+    net = PoisonedTwice()
+    strategy = ls.SparseDDPStrategy(
+        density=0.05, exchange=ls.Gradients(), compressor=ls.TopK("bucket"), bucket_cap_mb=0.002
+    )
+    trainer = fit(net, strategy)
+    lost = {
+        name: float((net.kept[name] + net.gradients.get(name, 0.0) - net.left[name]).abs().max()) for name in net.kept
+    }
+    return {"weights": weights(net), "skipped": trainer.strategy.summary()["skipped"], "lost": lost}
+
+
 class Drifting(Net):
     """One rank changes a weight behind everybody's back, or trains with a batch more."""
 
@@ -581,6 +624,12 @@ def stopped() -> dict[str, Any]:
         with pytest.raises(FloatingPointError, match=messages[name]):
             fit(net, ls.SparseDDPStrategy(density=0.05, exchange=exchange, on_nonfinite="raise"))
         out[f"nan {name}"] = {"weights": weights(net)}
+    net = Poisoned("adamw")
+    # clipping hides what was not finite
+    clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+    with pytest.raises(FloatingPointError, match=messages["updates"]):
+        fit(net, ls.SparseDDPStrategy(on_nonfinite="raise"), **clip)
+    out["nan and clipping"] = {"weights": weights(net)}
     for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
         net = Net("adamw")
         density = ls.piecewise({0: 0.05, 5: 7.0})
@@ -627,6 +676,7 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
     scaled,
     found,
     skipped,
+    poisoned_twice,
     checked,
     stopped,
     disagreeing,

@@ -127,7 +127,9 @@ def test_ranks_that_go_on_agree(two: Results, four: Results, three: Results) -> 
 def test_nothing_is_owed_where_nothing_was_saved(four: Results) -> None:
     for name in STRATEGIES:
         owed = four[0]["go on"][f"{name} none"]["owed"]
-        assert all(not x.any() for parts in owed.values() for x in parts.values()), name
+        # half-precision weights are not where their anchor is
+        rounding = 2.0**-10 if name == "bf16" else 0.0
+        assert all(x.abs().max() <= rounding for parts in owed.values() for x in parts.values()), name
 
 
 def test_damaged_states_are_refused_by_every_rank(two: Results) -> None:
@@ -135,5 +137,7 @@ def test_damaged_states_are_refused_by_every_rank(two: Results) -> None:
         assert len(rank["refused"]) == 3 * len(FAULTS)
         for case, message in rank["refused"].items():
             fault = case.split(": ")[1]
-            name = {"shortened": "'layers.0.weight'", "renamed": "'elsewhere.weight'"}.get(fault, "expected")
+            first = "'layers.0.weight'"
+            named = {"shortened": first, "renamed": first, "without a parameter": first, "not finite": first}
+            name = named.get(fault, "expected")
             assert name in message, case

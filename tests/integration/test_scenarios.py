@@ -195,6 +195,15 @@ def test_with_updates_only_the_rank_that_is_not_finite_skips(ranks: list[dict[st
         assert all(x.isfinite().all() for x in rank["skipped"]["updates"]["weights"].values())
 
 
+def test_no_optimizer_steps_on_a_bad_backward_pass(ranks: list[dict[str, Any]]) -> None:
+    """The gradients of other buckets stay for later, with what had left of them; the bad one's stays out."""
+    for rank in ranks:
+        assert rank["poisoned_twice"]["skipped"] == 2
+        assert all(x.isfinite().all() for x in rank["poisoned_twice"]["weights"].values())
+        assert len(rank["poisoned_twice"]["lost"]) == 2
+        assert max(rank["poisoned_twice"]["lost"].values()) < 1e-6
+
+
 def test_ranks_that_part_ways_are_told(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         messages = rank["checked"]["messages"]
