@@ -20,6 +20,7 @@ from lightning_sparse.arguments import (
     check_unused,
 )
 from lightning_sparse.checkpoint import KEY, check_kind, load, save
+from lightning_sparse.communicators.process_group import destroy_at_exit
 from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule, Stepped
@@ -255,6 +256,7 @@ class SparseDDP(_Base):
             self._callbacks.remove(self._first)
         self._callbacks, self._first, self._steps, self._connection = [], None, None, None
         super().teardown()
+        destroy_at_exit()
 
     def on_exception(self, exception: BaseException) -> None:
         """As ``DDPStrategy``, but naming our strategies where it advises its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -87,3 +88,14 @@ class ProcessGroup:
     def close(self) -> None:
         """Give the group up. The handle is not used again."""
         dist.destroy_process_group(self._group)
+
+
+def destroy_at_exit() -> None:
+    """Give every group up when Python ends: a rank that still holds one then may abort, its work done."""
+    atexit.unregister(_destroy)
+    atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
