@@ -105,6 +105,7 @@ class SparseDDP(_Base):
         self._steps: Steps | None = None
         self._callbacks: list[Any] = []
         self._first: Any = None
+        self._left: Any = None
 
     @property
     def tap(self) -> GradientsTap | UpdatesTap | None:
@@ -133,6 +134,7 @@ class SparseDDP(_Base):
             super().setup(trainer)
             return
         check_parameters(self._module)
+        self._left = None
         super().setup(trainer)
         self._begin(trainer)
 
@@ -163,6 +165,8 @@ class SparseDDP(_Base):
             checkpoint[KEY] = save(
                 kind, self.tap, self.reducer, checkpoint["optimizer_states"], self.root_device, not self._is_interrupted
             )
+        elif self._left is not None and "optimizer_states" in checkpoint:
+            checkpoint[KEY] = self._left
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def barrier(self, name: str | None = None) -> None:
@@ -220,6 +224,9 @@ class SparseDDP(_Base):
             # the learning rate finder trains without the Trainer's callbacks, ours included
             self.tap.finish()
             self.tap.settle()
+        if self.tap is not None and self.reducer is not None:
+            # a file written after `fit` has its counters from here
+            self._left = save("none", self.tap, self.reducer, [], self.root_device)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights that go into checkpoints: equal on all ranks."""

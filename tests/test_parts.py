@@ -153,6 +153,19 @@ def test_momentum_residual_clips_all_that_came_in_together() -> None:
     torch.testing.assert_close(torch.cat(pieces), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 
+def test_momentum_residual_takes_back_a_clipped_gradient() -> None:
+    memory = MomentumResidual(0.5, clip=1.0)
+    memory.accumulate(["w"], [torch.tensor([1.0, 2.0])]).pieces()
+    before = memory.state_dict()
+    before = {kind: {name: x.clone() for name, x in before[kind].items()} for kind in ("velocity", "residual")}
+    bad = torch.tensor([3.0, 4.0])
+    memory.begin([bad])
+    memory.accumulate(["w"], [bad]).pieces()
+    memory.undo(["w"], [bad])
+    for kind, parts in before.items():
+        torch.testing.assert_close(memory.state_dict()[kind], parts, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("capacity", [1, 300, 700, 50_000, 100_000])
 def test_top_k_fills_up_with_equal_entries(capacity: int) -> None:
     """Above all, the 500 infinities; then 99 000 equal entries; then none, for zero and NaN never leave."""

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as lp
@@ -19,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 import lightning_sparse as ls
 import lightning_sparse.lightning as ls_lightning
 from lightning_sparse.arguments import is_linear
+from lightning_sparse.checkpoint import save
 from lightning_sparse.defaults import Parts, choose_exchange, choose_parts
 
 NAMES = [
@@ -280,6 +282,15 @@ def test_one_rank_skips_what_is_not_finite_or_raises(exchange: Any) -> None:
     module.net.requires_grad_(True)
     with pytest.raises(FloatingPointError, match="expected finite gradients on every rank"):
         pl.Trainer(strategy=ls.SparseDDPStrategy(exchange=exchange, on_nonfinite="raise"), **quiet()).fit(module)
+
+
+def test_what_is_saved_stays_as_it_was() -> None:
+    """Training goes on while a file is written."""
+    anchor = torch.ones(3)
+    tap = SimpleNamespace(name="updates", shared_state=lambda together: {"groups": [{"anchor": {"w": anchor}}]})
+    state = save("none", tap, None, [], torch.device("cpu"))
+    anchor.zero_()
+    assert state["shared"]["groups"][0]["anchor"]["w"].tolist() == [1, 1, 1]
 
 
 def test_only_sgd_is_linear() -> None:

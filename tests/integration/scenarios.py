@@ -260,6 +260,8 @@ def anchor_is_shown(folder: Path) -> dict[str, Any]:
         num_sanity_val_steps=0,
     )
     ended = weights(net)
+    after = folder / "after" / "fit.ckpt"
+    trainer.save_checkpoint(after)
     trainer.validate(net, data(seed=4, samples=32), verbose=False)
     return {
         "before": snapshots.before,
@@ -269,6 +271,9 @@ def anchor_is_shown(folder: Path) -> dict[str, Any]:
         "weights": ended,
         "anchors": snapshots.anchors,
         "files": sorted(str(path.name) for path in folder.glob("*.ckpt")),
+        "callbacks": [type(callback).__name__ for callback in trainer.callbacks],
+        "after_fit": torch.load(after, weights_only=True)["sparse_ddp"]["shared"],
+        "last": torch.load(folder / "step=14.ckpt", weights_only=True)["sparse_ddp"]["shared"],
     }
 
 

@@ -108,6 +108,15 @@ def test_the_anchor_is_shown_and_training_goes_on_from_own_weights(ranks: list[d
     assert first["after"] != first["during"]
     assert first["after"] != second["after"]
     assert first["weights"]["layers.1.running_mean"].abs().max() > 0
+    # ours have gone with the training
+    assert first["callbacks"] == ["Snapshots", "ModelCheckpoint"]
+
+
+def test_a_file_written_after_fit_knows_how_far_training_was(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        after, last = rank["anchor_is_shown"]["after_fit"], rank["anchor_is_shown"]["last"]
+        assert after.keys() == last.keys()
+        assert [part["steps"] for state in (last, after) for part in state["groups"]] == [14, 20]
 
 
 def test_checkpoints_hold_what_ranks_share(
