@@ -32,6 +32,12 @@ def make_parser(description: str, *, max_steps: int, batch_size: int, lr: float)
     parser.add_argument("--decay", type=float, help="of unshared progress, for updates only")
     parser.add_argument("--every", type=int, help="steps between exchanges, for updates only")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="for updates only")
+    parser.add_argument(
+        "--guard",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="change over to DDP where that is faster, which would compare DDP with DDP",
+    )
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, help="ranks; unset: every GPU, or 2 CPU processes below two GPUs")
     parser.add_argument("--threads", type=int, help="CPU threads of one rank; unset: cores / ranks")
@@ -121,5 +127,6 @@ def make_strategy(name: str, options: argparse.Namespace) -> str | Strategy:
         compressor=compressors[options.compressor],
         memory=memory,
         codec=codec,
+        guard=options.guard,
         **StrategyRegistry[name]["init_params"],
     )

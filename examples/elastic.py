@@ -53,7 +53,9 @@ def train(ranks: int, epochs: int, folder: Path, options: argparse.Namespace, pa
     pl.seed_everything(options.seed, verbose=False)
     model = GPT("small", options.lr, "cosine", options.steps * len(STAGES))
     trainer = pl.Trainer(
-        strategy=ls.SparseDDPStrategy(start_method="spawn", residual_checkpoint=options.residual_checkpoint),
+        strategy=ls.SparseDDPStrategy(
+            start_method="spawn", residual_checkpoint=options.residual_checkpoint, guard=False
+        ),
         accelerator="cpu",
         devices=ranks,
         max_epochs=epochs,

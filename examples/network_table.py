@@ -13,6 +13,7 @@ NAMES = {
     "ddp-fp16": "`ddp`, fp16 hook",
     "ddp-powersgd": "`ddp`, PowerSGD hook, rank 4",
     "updates": "`sparse_ddp`, default",
+    "guarded": "`sparse_ddp`, default, once the guard has decided",
     "updates-overlap": "`exchange=Updates(overlap=True)`",
     "updates-every4": "`exchange=Updates(every=4)`",
     "updates-topk": "`density=0.01` (`TopK`)",
@@ -31,6 +32,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for strategy, name in NAMES.items():
         found = {row["rate_mbit"] or float("inf"): row for row in rows if row["strategy"] == strategy}
+        if not found:
+            continue
         cells = [f"{1000 * found[rate]['step_seconds']:.0f} ({found[rate]['ratio_to_ddp']:.1f})" for rate in rates]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines)

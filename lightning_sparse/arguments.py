@@ -30,6 +30,7 @@ OWN = (
     "residual_checkpoint",
     "on_nonfinite",
     "debug",
+    "guard",
 )
 
 
@@ -72,6 +73,12 @@ def check_on_nonfinite(value: Any) -> None:
     """Raise ValueError unless it says what becomes of a step whose gradients are not finite."""
     if value not in ("skip", "raise"):
         raise ValueError(f"SparseDDPStrategy: on_nonfinite must be 'skip' or 'raise', got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless an option is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"SparseDDPStrategy: {name} must be True or False, got {value!r}")
 
 
 def check_unused(exchange: Gradients | Updates, codec: Codec, kwargs: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,16 +16,22 @@ from lightning_sparse.arguments import is_linear
 from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import Checked, ProcessGroup
 from lightning_sparse.defaults import Parts
+from lightning_sparse.guard import Guard
+from lightning_sparse.link import agree, all_reduce_seconds
 from lightning_sparse.memory import Residual
+from lightning_sparse.pace import Pace
 from lightning_sparse.protocols import Memory
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant
 from lightning_sparse.sync import Gradients, Updates
 from lightning_sparse.sync.buffers import broadcast_state
 from lightning_sparse.sync.gradients import GradientsTap
+from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
 _COMPARE_EVERY = 100
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Connection:
         find_unused: bool,
         loss_scale: Callable[[], float],
     ) -> None:
+        self._plan, self._module, self._device = plan, module, device
         self._transport = ProcessGroup(timeout, backend)
         self._checked = Checked(self._transport, device) if plan.debug else None
         # one rank rounds and delays nothing, but a memory's momentum is its own, and it takes over what others owed
@@ -92,6 +100,23 @@ class Connection:
         checked, tap = self._checked, self.tap
         if checked is not None and tap.steps % _COMPARE_EVERY == 0:
             self.reducer.call(lambda: checked.compare_values(tap.equal(), tap.steps))
+
+    def pace(self, steps: Steps) -> Pace:
+        """Times steps, and says when plain DDP is faster."""
+        numel = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        exchange, is_first = self._plan.exchange, self._transport.rank == 0
+        guard = Guard(
+            exchange.every if isinstance(exchange, Updates) else 1,
+            lambda: all_reduce_seconds(self.reducer, numel, self._device),
+            lambda numbers: agree(self.reducer, numbers, self._device),
+            lambda text: log.info(f"sparse_ddp: {text}") if is_first else None,
+        )
+        return Pace(guard, self.reducer, steps)
+
+    def any_unused(self) -> bool:
+        """Whether some trainable parameter has no gradient now, on any rank. Every rank calls it."""
+        mine = any(p.grad is None for p in self._module.parameters() if p.requires_grad)
+        return agree(self.reducer, [float(mine)], self._device)[0] > 0
 
     def close(self) -> None:
         """Stop the worker and give the process group up."""

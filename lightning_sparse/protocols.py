@@ -226,6 +226,15 @@ class Tap(Stepped, Protocol):
     def restart(self) -> None:
         """The module's weights were replaced, on every rank: nothing of before is owed any more."""
 
+    def rest(self) -> bool:
+        """Between steps: DDP averages gradients from now on, so everything owed is shared now.
+
+        Every rank calls it. False, and nothing is changed, if ranks keep states that no mean exists of.
+        """
+
+    def resume(self) -> None:
+        """Between steps: exchange again. Every rank calls it."""
+
     def enter_shared(self) -> None:
         """Put what is equal on all ranks into the module (before validation, say). Every rank calls it."""
 

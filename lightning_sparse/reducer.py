@@ -55,6 +55,8 @@ class Reducer:
         self._codec = _TimedCodec(codec)
         self._sections = communicator.sections(transport.world_size)
         self.seed = seed
+        self.is_dense = False
+        """Whether every job is a plain dense all-reduce, whatever density and codec say."""
         self._lock = threading.Lock()
         self._worker = Worker(device)
 
@@ -155,14 +157,14 @@ class Reducer:
         return result
 
     def _density(self, step: int) -> float:
-        density = float(self.density(step))
+        density = 1.0 if self.is_dense else float(self.density(step))
         if not 0 < density <= 1:
             raise ValueError(f"Reducer: density must be in (0, 1], got {density} from the schedule at step {step}")
         return density
 
     def _is_picked(self, density: float) -> bool:
         """Whether compressor and codec have a say; at density 1 only a codec that rounds whole blocks has one."""
-        return density < 1 or self._codec.agreed
+        return density < 1 or (self._codec.agreed and not self.is_dense)
 
     def _compress(self, accumulator: Accumulator, job: Job, density: float) -> SparseVector:
         by_layer = self.compressor.scope == "layer"

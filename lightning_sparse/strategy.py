@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.arguments import (
     check_ddp_options,
+    check_flag,
     check_on_nonfinite,
     check_parameters,
     check_parts,
@@ -23,6 +24,8 @@ from lightning_sparse.checkpoint import KEY, check_kind, load, save
 from lightning_sparse.communicators.process_group import destroy_at_exit
 from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
+from lightning_sparse.guard import Guard
+from lightning_sparse.pace import Pace
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule, Stepped
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.summary import summarise
@@ -60,6 +63,9 @@ class SparseDDP(_Base):
             rank with ``Gradients``, on the rank it happened to with ``Updates``; or ``"raise"`` on every rank.
         debug: compare, before every collective, what each rank is about to do, and every 100 steps what must be
             bit-equal on all of them; errors name the first that differs. Costs one small message per collective.
+        guard: find out after 50 steps, and from time to time later, whether plain DDP would be faster, and change
+            over to it if it is; a short trial decides. Not where ``Updates`` meets several optimizers or manual
+            optimization. False: always exchange as asked for, and alike in every run.
         **kwargs: everything ``DDPStrategy`` takes, except another communication hook or model averaging.
 
     Raises:
@@ -73,6 +79,8 @@ class SparseDDP(_Base):
     """
 
     _tree: str
+    model: Any
+    _ddp_kwargs: dict[str, Any]
 
     def __init__(
         self,
@@ -86,10 +94,13 @@ class SparseDDP(_Base):
         residual_checkpoint: str = "mean",
         on_nonfinite: str = "skip",
         debug: bool = False,
+        guard: bool = True,
         **kwargs: Any,
     ) -> None:
         check_kind(residual_checkpoint)
         check_on_nonfinite(on_nonfinite)
+        check_flag("debug", debug)
+        check_flag("guard", guard)
         check_parts(density, exchange, compressor, memory, codec, communicator)
         known = [name for name in inspect.signature(super().__init__).parameters if name != "kwargs"]
         check_ddp_options(kwargs, known)
@@ -98,6 +109,9 @@ class SparseDDP(_Base):
         parts = choose_parts(chosen, density, compressor, codec, communicator)
         check_unused(chosen, parts.codec, kwargs)
         self._plan = Plan(chosen, parts, memory, seed, debug)
+        self._guarded = guard
+        self._pace: Pace | None = None
+        self._wrapped: list[int] | None = None
         self._residual_checkpoint = residual_checkpoint
         self._on_nonfinite = on_nonfinite
         self._connection: Connection | None = None
@@ -137,6 +151,12 @@ class SparseDDP(_Base):
         self._left = None
         super().setup(trainer)
         self._begin(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``DDPStrategy``; where DDP has taken over, it learns of layers that were unfrozen since."""
+        if self._wrapped is not None and self._wrapped != self._trainable():
+            self._wrap()
+        return super().training_step(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward, and raise what went wrong in the exchange beside it."""
@@ -199,6 +219,8 @@ class SparseDDP(_Base):
             result = super().optimizer_step(optimizer, self._steps.guarded(optimizer, closure), model, **kwargs)
         if self._connection is not None:
             self._connection.compare_ranks()
+        if self._pace is not None and optimizer is self._bare_optimizers()[0] and self._pace.lap():
+            self._change_over(self._pace.guard)
         return result
 
     def enter_shared(self) -> None:
@@ -244,11 +266,15 @@ class SparseDDP(_Base):
             ``exchange``, ``world_size``, ``density`` (achieved), ``steps``, ``bytes_per_step`` (sent + received by this
             rank, everything included), ``dense_bytes_per_step`` (what a ring all-reduce of the same float32 gradients
             moves), ``skipped`` (steps of this rank whose gradients were not finite), ``seconds`` (by stage, per step).
-            Empty before the first ``fit`` and in the parent of spawned ranks.
+            ``guard`` (whether DDP took over, and what was measured: seconds of a ``step``, of its ``exchange``, of an
+            ``all_reduce`` of all gradients, of a step with ``ddp_at_best``, and with ``ddp`` if tried). Empty before
+            the first ``fit`` and in the parent of spawned ranks.
         """
         if self.tap is None or self.reducer is None:
             return self._summary
-        return summarise(self.tap, self.reducer, self._module, self.skipped)
+        guard = self._pace.guard if self._pace is not None else None
+        found = {"is_dense": guard.is_dense, **guard.measured} if guard is not None else {}
+        return {**summarise(self.tap, self.reducer, self._module, self.skipped), "guard": found}
 
     def teardown(self) -> None:
         """Stop the worker, give the process group up, and tear down as ``DDPStrategy`` does."""
@@ -261,7 +287,8 @@ class SparseDDP(_Base):
             self._steps.close()
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)
-        self._callbacks, self._first, self._steps, self._connection = [], None, None, None
+        self._callbacks, self._first, self._steps = [], None, None
+        self._connection = self._pace = self._wrapped = None
         super().teardown()
         destroy_at_exit()
 
@@ -285,7 +312,7 @@ class SparseDDP(_Base):
     def _begin(self, trainer: Any) -> None:
         """Connect the tap to the optimizers, before the first step."""
         options = f"residual_checkpoint {self._residual_checkpoint!r}, on_nonfinite {self._on_nonfinite!r}"
-        check_ranks_agree(f"{self._plan}, {options}", self._module)
+        check_ranks_agree(f"{self._plan}, {options}, guard {self._guarded}", self._module)
         is_updates = isinstance(self._plan.exchange, Updates)
         if self.world_size == 1:
             log.info("sparse_ddp: one rank, nothing to exchange")
@@ -299,13 +326,46 @@ class SparseDDP(_Base):
             self._callbacks.insert(0, self._first)
         else:
             super().configure_ddp()
-        self._watch_steps(self._connection.tap)
+        steps = self._watch_steps(self._connection.tap)
+        if self._guarded and self.world_size > 1 and (not is_updates or self._is_plain()):
+            self._pace = self._connection.pace(steps)
         if self.is_global_zero and self.world_size > 1:
             log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
 
-    def _watch_steps(self, tap: Stepped) -> None:
+    def _watch_steps(self, tap: Stepped) -> Steps:
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         self._steps = Steps(tap, self._bare_optimizers(), None if scaled else self._on_nonfinite)
+        return self._steps
+
+    def _is_plain(self) -> bool:
+        """Whether DDP can take over from the exchange of updates."""
+        return bool(self._module.automatic_optimization) and len(self.optimizers) == 1
+
+    def _change_over(self, guard: Guard) -> None:
+        """From the exchange to DDP, or back, between two steps."""
+        assert self._connection is not None
+        tap = self._connection.tap
+        is_updates = isinstance(tap, UpdatesTap)
+        if not guard.is_dense:
+            tap.resume()
+            if is_updates:
+                self.model, self._wrapped = self._module, None
+        elif not tap.rest():
+            guard.refused("ranks keep optimizer states that no mean exists of")
+        elif is_updates:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        """DDP takes over from the exchange of updates."""
+        assert self._connection is not None
+        self.model, self._wrapped = self._module, self._trainable()
+        unused = self._connection.any_unused()
+        asked, self._ddp_kwargs = self._ddp_kwargs, {"find_unused_parameters": unused, **self._ddp_kwargs}
+        super().configure_ddp()
+        self._ddp_kwargs = asked
+
+    def _trainable(self) -> list[int]:
+        return [id(p) for p in self._module.parameters() if p.requires_grad]
 
     @property
     def _is_interrupted(self) -> bool:

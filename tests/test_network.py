@@ -22,9 +22,9 @@ import pytest
 from lightning_sparse.__main__ import main
 from lightning_sparse.bench import network
 from lightning_sparse.bench.baselines import HalfDDP, PowerSGDDDP
-from lightning_sparse.bench.contenders import CONTENDERS
+from lightning_sparse.bench.contenders import USUAL, warmup_of
 from lightning_sparse.bench.hosts import Hosts, RefusedError, burst_bytes
-from lightning_sparse.bench.network_rows import WARMUP, make_rows
+from lightning_sparse.bench.network_rows import make_rows
 from lightning_sparse.bench.stopwatch import interface_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -159,9 +159,7 @@ def test_every_strategy(
     printed = capsys.readouterr()
     assert plot.read_bytes().startswith(b"\x89PNG")
     rates = [None] if is_loopback else [50.0, None]
-    assert [(row["strategy"], row["rate_mbit"]) for row in rows] == [
-        (name, rate) for rate in rates for name in CONTENDERS
-    ]
+    assert [(row["strategy"], row["rate_mbit"]) for row in rows] == [(name, rate) for rate in rates for name in USUAL]
     assert ("no network namespaces on this machine" in printed.err) == is_loopback
     for row in rows:
         assert row.keys() >= KEYS
@@ -250,7 +248,7 @@ def test_rows_by_hand() -> None:
         laps = [[{"seconds": x, "bytes": 10.0 * x} for x in rank] for rank in seconds]
         return [{"laps": rank, "curve": curve, "parameters": 7} for rank in laps]
 
-    warm = [1.0] * WARMUP
+    warm = [1.0] * warmup_of("ddp")
     slow = training([warm + [4.0, 2.0], warm + [1.0, 3.0]], [6.0, 5.0, 4.0, 3.0, 2.0, 1.5])
     fast = training([warm + [1.0, 0.5], warm + [0.5, 0.5]], [6.0, 5.0, 4.0, 3.0, 1.5, 1.4])
     common = {"hosts": 2, "rate_mbit": None}

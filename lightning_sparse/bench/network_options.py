@@ -7,10 +7,10 @@ import math
 import os
 from pathlib import Path
 
-from lightning_sparse.bench.contenders import CONTENDERS
+from lightning_sparse.bench.contenders import BOUND, CONTENDERS, USUAL, warmup_of
 from lightning_sparse.bench.example import load_problem, parse_arguments
-from lightning_sparse.bench.network_rows import WARMUP
 
+WARMUP = warmup_of(BOUND)
 POINTS = 10  # validations in a run
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
 
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--example", type=Path, default=EXAMPLE, help="script whose `problem` is lm (default: %(default)s)"
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="arguments of `problem`")
-    parser.add_argument("--strategies", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--strategies", nargs="+", choices=CONTENDERS, default=USUAL)
     parser.add_argument(
         "--steps", type=int, help=f"of each training, a multiple of {WARMUP}: the first {WARMUP} warm up (24; lm: 300)"
     )
@@ -54,6 +54,11 @@ def complete(options: argparse.Namespace) -> None:
     if options.steps <= WARMUP or options.steps % WARMUP:
         # local steps exchange every WARMUP steps, and all of what they do must be timed
         raise SystemExit(f"bench network: --steps must be a multiple of {WARMUP} above {WARMUP}, got {options.steps}")
+    for name in options.strategies:
+        if options.steps <= warmup_of(name):
+            raise SystemExit(
+                f"bench network: --strategies {name} warms up for {warmup_of(name)} steps, got --steps {options.steps}"
+            )
     if not 2 <= options.hosts <= 250:
         raise SystemExit(f"bench network: --hosts must be in 2 to 250, got {options.hosts}")
     if options.threads is None:

@@ -8,10 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 from lightning_sparse.bench import kit
-from lightning_sparse.bench.contenders import BOUND, DENSE
+from lightning_sparse.bench.contenders import BOUND, DENSE, warmup_of
 from lightning_sparse.bench.hosts import burst_bytes
-
-WARMUP = 4
 
 # results of one training, in rank order
 Training = list[dict[str, Any]]
@@ -31,13 +29,14 @@ def make_rows(runs: dict[str, list[Training]], common: kit.Row, slack: float) ->
     rows = []
     for name, trainings in runs.items():
         _check_rate(name, trainings, common["rate_mbit"])
-        seconds = [_step_seconds(training) for training in trainings]
+        warmup = warmup_of(name)
+        seconds = [_step_seconds(training, warmup) for training in trainings]
         row = {"strategy": name, **common, "parameters": trainings[0][0]["parameters"]}
         row |= {"step_seconds": median(seconds), "min_step_seconds": min(seconds), "max_step_seconds": max(seconds)}
         for key in ("bytes", "counted_bytes"):
-            row[f"{key}_per_step"] = _mean_lap(trainings, key)
+            row[f"{key}_per_step"] = _mean_lap(trainings, key, warmup)
         for stage in ("select", "encode", "exchange", "decode"):
-            row[f"{stage}_seconds"] = _mean_lap(trainings, f"{stage}_seconds")
+            row[f"{stage}_seconds"] = _mean_lap(trainings, f"{stage}_seconds", warmup)
         rows.append(row)
     known = {row["strategy"]: row["step_seconds"] for row in rows}
     for row in rows:
@@ -81,15 +80,15 @@ def _clock(training: Training) -> list[float]:
     return list(itertools.accumulate(max(lap["seconds"] for lap in laps) for laps in steps))
 
 
-def _step_seconds(training: Training) -> float:
-    return max(fmean(lap["seconds"] for lap in result["laps"][WARMUP:]) for result in training)
+def _step_seconds(training: Training, warmup: int) -> float:
+    return max(fmean(lap["seconds"] for lap in result["laps"][warmup:]) for result in training)
 
 
-def _mean_lap(trainings: Sequence[Training], key: str) -> float | None:
+def _mean_lap(trainings: Sequence[Training], key: str, warmup: int) -> float | None:
     """Median over trainings of the mean over ranks and timed steps; None if no lap has it."""
     means = []
     for training in trainings:
-        laps = [lap for result in training for lap in result["laps"][WARMUP:]]
+        laps = [lap for result in training for lap in result["laps"][warmup:]]
         if not any(key in lap for lap in laps):
             return None
         means.append(fmean(lap.get(key, 0.0) for lap in laps))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from lightning_sparse.finite import gradients_are_finite
 from lightning_sparse.job import Job, Outcome
 from lightning_sparse.memory import fold
 from lightning_sparse.protocols import Memory, Owed
@@ -89,6 +91,8 @@ class GradientsTap:
         self._waiting: list[_Bucket] = []
         self._watched = False
         self._squares = 0.0
+        self._resting = False
+        self._is_flushed = False
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook; DDP asks for this signature."""
@@ -97,6 +101,9 @@ class GradientsTap:
             self._refused, self._outcomes = False, []
             self._watched = self.watch(self.steps - 1)
             self._squares = 0.0 if self._watched else self._squares
+            self._is_flushed = self._is_flushed or (self._resting and self._keeps_nothing())
+        if self._is_flushed and not bucket.buffer().is_sparse:
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
         entry = self._open(bucket)
         if self._watched:
             self._squares += float(entry.flat.double().square().sum())
@@ -131,7 +138,7 @@ class GradientsTap:
             if outcome.finite and sent is not None:
                 # what other buckets have sent arrives nowhere
                 job.memory.give_back(job.names, sent)
-        return self._refused
+        return self._refused or (self._is_flushed and not gradients_are_finite(optimizer))
 
     def give_up(self, message: str) -> None:
         # every rank has seen the same mean
@@ -141,6 +148,15 @@ class GradientsTap:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def rest(self) -> bool:
+        # what averaging has rounded away leaves with the rest
+        self.load_owed(self.owed(self._reducer.transport.world_size))
+        self._resting = self._reducer.is_dense = True
+        return True
+
+    def resume(self) -> None:
+        self._resting = self._reducer.is_dense = self._is_flushed = False
 
     def restart(self) -> None:
         self._memory = copy.deepcopy(self._empty)
@@ -180,6 +196,9 @@ class GradientsTap:
 
     def norms(self) -> dict[str, float]:
         return {"left": self._memory.norm(), "input": self._squares**0.5}
+
+    def _keeps_nothing(self) -> bool:
+        return not any(bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values())
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()

@@ -79,6 +79,14 @@ class Group:
             self.lr_scale.restart()
         self.steps = self.exchanges = 0
         self.flight = self.merged = None
+        self.anchor_here()
+
+    def alias(self) -> None:
+        """The weights are the anchor, with nothing copied; half-precision ones in their own type."""
+        self.anchor.flat = dict(zip(self.parameters, self.views(self.parameters), strict=True))
+
+    def anchor_here(self) -> None:
+        """Anchor the weights where they are; ranks must agree on them."""
         self.anchor.restart(list(self.parameters), self.views(self.parameters))
 
     def shared_state(self, together: bool = True) -> dict[str, Any]:

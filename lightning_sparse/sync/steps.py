@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ class Steps:
 
     def __init__(self, tap: Stepped, optimizers: Sequence[Optimizer], on_nonfinite: str | None = None) -> None:
         self.skipped = 0
+        self.seconds = 0.0
+        """That the tap has kept the training loop waiting beside steps."""
         self._tap = tap
         self._on_nonfinite = on_nonfinite
         self._inside = False
@@ -37,13 +40,13 @@ class Steps:
     @contextmanager
     def announced(self, optimizer: Optimizer) -> Iterator[None]:
         """Around a step that Lightning makes."""
-        self._tap.before_step(optimizer)
+        self._timed(self._tap.before_step, optimizer)
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-        self._tap.after_step(optimizer)
+        self._timed(self._tap.after_step, optimizer)
 
     def guarded(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure of a step that Lightning makes, with a look at the gradients behind it."""
@@ -62,7 +65,7 @@ class Steps:
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._inside:
-            self._tap.before_step(optimizer)
+            self._timed(self._tap.before_step, optimizer)
             self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
@@ -88,4 +91,9 @@ class Steps:
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._inside:
-            self._tap.after_step(optimizer)
+            self._timed(self._tap.after_step, optimizer)
+
+    def _timed(self, tell: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        start = time.perf_counter()
+        tell(optimizer)
+        self.seconds += time.perf_counter() - start

@@ -23,6 +23,7 @@ from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.merge import merge
 from lightning_sparse.sync.outside import Outside
+from lightning_sparse.sync.resting import Resting
 from lightning_sparse.sync.shown import Shown, settle
 from lightning_sparse.sync.updates import Updates
 
@@ -72,6 +73,7 @@ class UpdatesTap:
             self._adopt(group, optimizer)
         self._outside = Outside(self._unowned.values())
         self._shown = Shown(self._groups, self._merge, self._share_rest)
+        self._resting: Resting | None = None
 
     @property
     def steps(self) -> int:
@@ -87,6 +89,9 @@ class UpdatesTap:
         group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
+        if self._resting is not None:
+            self._resting.before_step(group)
+            return
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(group.parameters)]
         group.before_step()
@@ -94,6 +99,9 @@ class UpdatesTap:
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
         group = self._group(optimizer)
+        if self._resting is not None:
+            group.steps += 1
+            return
         group.after_step()
         before, self._before = self._before, None
         if before is not None:
@@ -129,6 +137,18 @@ class UpdatesTap:
 
     def check(self) -> None:
         """Nothing: errors are raised where an exchange is waited for."""
+
+    def rest(self) -> bool:
+        for group in self._groups.values():
+            self._merge(group)
+        resting = Resting(self._groups, self._optimizers, self._reducer)
+        self._resting = resting if resting.begin() else None
+        return self._resting is not None
+
+    def resume(self) -> None:
+        if self._resting is not None:
+            self._resting.end()
+        self._resting = None
 
     @torch.no_grad()
     def restart(self) -> None:

@@ -1,0 +1,200 @@
+"""Trains on real ranks that change over between the exchange and DDP, and writes what each rank saw to a file.
+
+Run by `test_change_over.py` as a script: Lightning starts the second rank by running it again.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse import guard
+from lightning_sparse.checksum import checksum
+from tests.integration.scenarios import Ledger, Net, Tuned, Unfreeze, data, fit, weights
+
+THERE, BACK = 6, 14
+
+
+@contextmanager
+def script(*steps: int) -> Iterator[None]:
+    """The guard changes over after these steps, whatever the time."""
+
+    def lap(self: guard.Guard, seconds: float, busy: float) -> bool:
+        self._count += 1
+        self.is_dense ^= self._count in steps
+        return self._count in steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard.Guard, "lap", lap)
+        yield
+
+
+class Look(pl.Callback):
+    """What the module is wrapped in and the checksum of its weights after every step."""
+
+    def __init__(self) -> None:
+        self.wrapped: list[bool] = []
+        self.sums: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.wrapped.append(isinstance(trainer.strategy.model, DistributedDataParallel))
+        self.sums.append(checksum(module))
+
+
+class Mass(pl.Callback):
+    """The weights right before DDP takes over and right after, with what averaging had rounded away, in float64."""
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        change = trainer.strategy._change_over
+
+        def watched(decision: guard.Guard) -> None:
+            lost = trainer.strategy.tap._groups.values().__iter__().__next__().anchor.state_dict()["lost"]
+            # a part of the mean, so each of two ranks' progress has twice of its own in it
+            self.before = {n: p.detach().double().flatten() for n, p in module.named_parameters()}
+            self.before = {n: x + 2 * lost[n].double() if n in lost else x for n, x in self.before.items()}
+            change(decision)
+            self.after = {n: p.detach().double().flatten() for n, p in module.named_parameters()}
+
+        trainer.strategy._change_over = watched
+
+
+def plain() -> dict[str, Any]:
+    """SGD at density 1, there and back, is SGD with DDP."""
+    out = {}
+    for name, strategy in {
+        "ddp": "ddp",
+        "updates": ls.SparseDDPStrategy(density=1.0, exchange=ls.Updates(anchor_step=1.0)),
+    }.items():
+        net = Net("plain")
+        with script(THERE, BACK):
+            fit(net, strategy)
+        out[name] = {"weights": weights(net)}
+    return out
+
+
+def adam() -> dict[str, Any]:
+    net, look, mass = Net("adamw", norm=True), Look(), Mass()
+    with script(THERE):
+        trainer = fit(net, ls.SparseDDPStrategy(), callbacks=[look, mass], val=data(seed=4, samples=32))
+    states = trainer.optimizers[0].state.values()
+    moments = [x.clone() for state in states for x in state.values() if isinstance(x, Tensor)]
+    return {
+        "weights": weights(net),
+        "seen": net.seen,
+        "sums": look.sums,
+        "wrapped": look.wrapped,
+        "moments": moments,
+        "before": mass.before,
+        "after": mass.after,
+        "summary": trainer.strategy.summary(),
+    }
+
+
+def there_and_back() -> dict[str, Any]:
+    net, look = Net("adamw"), Look()
+    with script(THERE, BACK):
+        fit(net, ls.SparseDDPStrategy(exchange=ls.Updates(overlap=True, outer_momentum=0.5)), callbacks=[look])
+    return {"weights": weights(net), "sums": look.sums, "wrapped": look.wrapped}
+
+
+class Mixed(Net):
+    """Weights of half precision, and a branch that takes part in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.branch = nn.Linear(32, 10)
+        self.to(torch.bfloat16)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = (part.to(torch.bfloat16) for part in batch)
+        out = self.head(self.layers(x))
+        return nn.functional.mse_loss(out if self.global_step % 2 else out + self.branch(x), y)
+
+
+def mixed() -> dict[str, Any]:
+    net = Mixed()
+    with script(THERE, BACK):
+        fit(net, ls.SparseDDPStrategy())
+    return {"weights": weights(net)}
+
+
+def unfrozen() -> dict[str, Any]:
+    """Layers join while DDP, which does not know them, is in charge."""
+    net, look = Tuned("adamw"), Look()
+    with script(THERE):
+        fit(net, ls.SparseDDPStrategy(), callbacks=[Unfreeze(), look], max_epochs=2)
+    return {"weights": weights(net), "sums": look.sums}
+
+
+def gradients() -> dict[str, Any]:
+    """What was kept leaves with the first dense exchange."""
+    out = {}
+    memories = {"residual": ls.Residual(), "momentum": ls.MomentumResidual(0.9), "blocks": ls.Residual()}
+    for name, memory in memories.items():
+        net, whole, ledger = Net("plain"), Net("plain"), Ledger()
+        codec = ls.Quantized(2) if name == "blocks" else None
+        options = {"density": 0.05, "memory": memory, "bucket_cap_mb": 0.005, "codec": codec}
+        with script(THERE):
+            fit(net, ls.SparseDDPStrategy(**options), callbacks=[ledger], max_steps=THERE + 1)
+        with script(THERE, BACK):
+            fit(whole, ls.SparseDDPStrategy(**options))
+        out[name] = {**ledger.terms(), "weights": weights(whole)}
+    return out
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """A file that was written while DDP was in charge, for both kinds of state."""
+    out = {}
+    for kind in ("mean", "exact"):
+        save = ModelCheckpoint(folder / kind, every_n_train_steps=10, save_top_k=-1, filename="{step}")
+        with script(THERE):
+            net = Net("adamw")
+            fit(net, ls.SparseDDPStrategy(residual_checkpoint=kind), callbacks=[save], enable_checkpointing=True)
+        with script():
+            net = Net("adamw")
+            path = folder / kind / "step=10.ckpt"
+            fit(net, ls.SparseDDPStrategy(residual_checkpoint=kind), ckpt_path=path)
+        out[kind] = {"weights": weights(net)}
+    return out
+
+
+def measured() -> dict[str, Any]:
+    """The real guard, in a hurry: what it measures and decides is the same on every rank."""
+    out = {}
+    for name, exchange in {"updates": ls.Updates(), "gradients": ls.Gradients()}.items():
+        net = Net("adamw" if name == "updates" else "plain")
+        with pytest.MonkeyPatch.context() as patch:
+            for constant, value in {"_WARMUP": 1, "_WINDOW": 3, "_TRIAL_WARMUP": 1, "_TRIAL": 3, "_RECHECK": 4}.items():
+                patch.setattr(guard, constant, value)
+            trainer = fit(net, ls.SparseDDPStrategy(exchange=exchange))
+        out[name] = {"weights": weights(net), "guard": trainer.strategy.summary()["guard"]}
+    return out
+
+
+SCENARIOS = (plain, adam, there_and_back, mixed, unfrozen, gradients, measured)
+
+
+def run(folder: Path) -> None:
+    results: dict[str, Any] = {scenario.__name__: scenario() for scenario in SCENARIOS}
+    results["resumed"] = resumed(folder / "checkpoints")
+    torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # a rank that is stuck says where, and ends
+    faulthandler.dump_traceback_later(120, exit=True)
+    run(Path(sys.argv[1]))
