@@ -281,6 +281,10 @@ class SparseDDP(_Base):
         if isinstance(self.tap, UpdatesTap):
             self.tap.abandon()
         if self._connection is not None:
+            if self._left is None:
+                # training ended early, and a second exception on the way out may have a file written again
+                tap, reducer = self._connection.tap, self._connection.reducer
+                self._left = save("none", tap, reducer, [], self.root_device, together=False)
             self._summary = self.summary()
             self._connection.close()
         if self._steps is not None:
