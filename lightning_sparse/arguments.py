@@ -42,8 +42,8 @@ def is_linear(optimizer: Optimizer) -> bool:
 def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
     """Raise ValueError or TypeError unless each is what its seam takes (None stands for the default)."""
     is_fraction = isinstance(density, (int, float)) and not isinstance(density, bool) and 0 < density <= 1
-    if not (density is None or callable(density) or is_fraction):
-        raise ValueError(f"SparseDDPStrategy: density must be in (0, 1] or a schedule, got {density!r}")
+    if not (density is None or density == "auto" or callable(density) or is_fraction):
+        raise ValueError(f"SparseDDPStrategy: density must be in (0, 1], 'auto' or a schedule, got {density!r}")
     if not (exchange == "auto" or isinstance(exchange, (Gradients, Updates))):
         raise ValueError(
             f"SparseDDPStrategy: exchange must be 'auto', Gradients(...) or Updates(...), got {exchange!r}"

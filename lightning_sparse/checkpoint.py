@@ -48,6 +48,7 @@ def save(
     """
     state: dict[str, Any] = {"version": _VERSION, "kind": kind, "exchange": tap.name}
     state["shared"] = _to_cpu(tap.shared_state(together))
+    state["cut"] = dict(reducer.cut)
     if kind == "none":
         return state
     world = reducer.transport.world_size
@@ -99,6 +100,7 @@ def load(
 
 def _take(state: Any, tap: Tap, reducer: Reducer, device: torch.device) -> Sequence[Mapping[str, Any]] | None:
     tap.load_shared_state(state["shared"])
+    reducer.cut = {str(name): float(density) for name, density in state["cut"].items()}
     if state["kind"] == "none":
         log.warning("sparse_ddp: the checkpoint holds nothing of what ranks owed each other; they begin with none")
         return None
@@ -157,8 +159,8 @@ def _check(state: Any, tap: Tap, module: nn.Module) -> None:
             f"sparse_ddp: expected a checkpoint of the {tap.name} exchange, got one of {state['exchange']}: pass"
             f" exchange={state['exchange'].capitalize()}(), or delete checkpoint[{KEY!r}] to begin with nothing owed"
         )
-    keys = {"exact": ("shared", "ranks"), "mean": ("shared", "owed", "layout"), "none": ("shared",)}[state["kind"]]
-    _check_keys(state, keys)
+    parts = {"exact": ("ranks",), "mean": ("owed", "layout"), "none": ()}[state["kind"]]
+    _check_keys(state, ("shared", "cut", *parts))
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     if state["kind"] == "mean":
         _check_names(state["owed"], state["layout"], sizes)

@@ -17,6 +17,7 @@ from lightning_sparse.codecs import Raw
 from lightning_sparse.communicators import Checked, ProcessGroup
 from lightning_sparse.defaults import Parts
 from lightning_sparse.guard import Guard
+from lightning_sparse.ladder import Ladder
 from lightning_sparse.link import agree, all_reduce_seconds
 from lightning_sparse.memory import Residual
 from lightning_sparse.pace import Pace
@@ -101,8 +102,8 @@ class Connection:
         if checked is not None and tap.steps % _COMPARE_EVERY == 0:
             self.reducer.call(lambda: checked.compare_values(tap.equal(), tap.steps))
 
-    def pace(self, steps: Steps) -> Pace:
-        """Times steps, and says when plain DDP is faster."""
+    def pace(self, steps: Steps, may_leave: bool) -> Pace:
+        """Times steps, finds a density if asked to, and says when plain DDP is faster, if it may be left for that."""
         numel = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         exchange, is_first = self._plan.exchange, self._transport.rank == 0
         guard = Guard(
@@ -110,8 +111,26 @@ class Connection:
             lambda: all_reduce_seconds(self.reducer, numel, self._device),
             lambda numbers: agree(self.reducer, numbers, self._device),
             lambda text: log.info(f"sparse_ddp: {text}") if is_first else None,
+            self._ladder(numel) if self._plan.parts.rungs else None,
+            may_leave,
         )
         return Pace(guard, self.reducer, steps)
+
+    def _ladder(self, numel: int) -> Ladder:
+        parts, exchange = self._plan.parts, self._plan.exchange
+        begin = next(i for i, x in enumerate(parts.rungs) if (x.density, x.codec) == (parts.density, parts.codec))
+        # a selection over the whole model waits for the last gradient
+        hides = exchange.overlap if isinstance(exchange, Updates) else parts.compressor.scope != "model"
+        return Ladder(
+            parts.rungs,
+            begin,
+            parts.compressor,
+            parts.communicator,
+            numel,
+            self._transport.world_size,
+            hides,
+            lambda rung: self.reducer.use(constant(rung.density), rung.codec),
+        )
 
     def any_unused(self) -> bool:
         """Whether some trainable parameter has no gradient now, on any rank. Every rank calls it."""

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_sparse.codecs import Quantized, Raw
 from lightning_sparse.communicators import AllGather, CompressedAllReduce
 from lightning_sparse.compressors import TopK, WeightBlocks
+from lightning_sparse.ladder import Rung, make_rungs
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule
 from lightning_sparse.sync import Gradients, Updates
 
@@ -20,9 +21,11 @@ class Parts:
     compressor: Compressor
     codec: Codec
     communicator: Communicator
+    rungs: tuple[Rung, ...] = ()
+    """What the density "auto" may choose; the one it begins with is ``density`` and ``codec``."""
 
     def __str__(self) -> str:
-        density = "a schedule" if callable(self.density) else self.density
+        density = "a schedule" if callable(self.density) else "auto" if self.rungs else self.density
         return f"density {density}, {self.compressor}, {self.codec}, {self.communicator}"
 
 
@@ -35,7 +38,7 @@ def choose_exchange(exchange: Any, memory: Memory | None) -> Gradients | Updates
 
 def choose_parts(
     exchange: Gradients | Updates,
-    density: float | Schedule | None,
+    density: float | Schedule | str | None,
     compressor: Compressor | None,
     codec: Codec | None,
     communicator: Communicator | None,
@@ -48,13 +51,18 @@ def choose_parts(
     needs = [x for x in (codec, communicator) if x is not None and x.agreed]
     if compressor is None:
         # a density alone means what it means in the literature: a share of entries that each rank picks
-        is_default = isinstance(exchange, Updates) and (density is None or density == 1)
+        is_default = isinstance(exchange, Updates) and (density in (None, "auto") or density == 1)
         compressor = WeightBlocks() if is_default or needs else TopK()
     if needs and not compressor.agreed:
         raise ValueError(
             f"SparseDDPStrategy: {needs[0]} needs entries that are the same on every rank, got {compressor}:"
             " use compressor=WeightBlocks()"
         )
+    if density == "auto":
+        rungs, begin = make_rungs(compressor, Raw() if codec is None and not compressor.agreed else codec)
+        communicator = communicator or (CompressedAllReduce() if compressor.agreed else AllGather())
+        return Parts(rungs[begin].density, compressor, rungs[begin].codec, communicator, tuple(rungs))
+    assert not isinstance(density, str)
     if density is None:
         density = 0.25 if compressor.agreed else 0.01
     if codec is None:

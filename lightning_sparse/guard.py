@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from lightning_sparse.ladder import Ladder
+
 _WARMUP, _WINDOW = 10, 40
 _TRIAL_WARMUP, _TRIAL = 5, 15
 _RECHECK = 1000
@@ -24,6 +26,8 @@ class Guard:
         link: seconds that an all-reduce of all gradients takes now, the same number on every rank. Every rank calls it.
         agree: the mean over ranks of some numbers. Every rank calls it.
         say: is told each decision once.
+        ladder: what the exchange may send; None leaves that as it is.
+        may_leave: whether DDP may take over.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class Guard:
         link: Callable[[], float],
         agree: Callable[[Sequence[float]], list[float]],
         say: Callable[[str], None],
+        ladder: Ladder | None = None,
+        may_leave: bool = True,
     ) -> None:
         self.is_dense = False
         self.measured: dict[str, float] = {}
@@ -39,6 +45,8 @@ class Guard:
         self._link = link
         self._agree = agree
         self._say = say
+        self._ladder = ladder
+        self._may_leave = may_leave
         self._is_trial = False
         self._tried: float | None = None
         self._forget()
@@ -88,6 +96,15 @@ class Guard:
         link = self._link()
         ddp = max(own - busy, link)
         self.measured |= {"step": own, "exchange": busy, "all_reduce": link, "ddp_at_best": ddp}
+        if self._ladder is not None and self._ladder.move(own - busy, busy, link):
+            self._say(
+                f"a step takes {own:.4f} s, of which the exchange {busy:.4f} s; an all-reduce of all gradients would"
+                f" take {link:.4f} s: {self._ladder.rung} from here on"
+            )
+            self._forget()
+            return False
+        if not self._may_leave:
+            return False
         is_new = self._tried is None or link * _OTHER_LINK < self._tried
         if ddp * _MARGIN > own or not is_new:
             if self._tried is None:

@@ -86,6 +86,13 @@ class Residual:
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._lost.of(names, inputs)
 
+    def reclaim(self, names: Sequence[str], inputs: Sequence[Tensor], world_size: int) -> None:
+        known = [(name, x) for name, x in zip(names, inputs, strict=True) if name in self._lost]
+        residuals = self._residual.of([name for name, _ in known], [x for _, x in known])
+        for (name, _), residual in zip(known, residuals, strict=True):
+            # a part of the mean: this rank's entries count for one in world_size
+            residual.add_(self._lost.pop(name), alpha=world_size)
+
     def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         return [self._residual.take(names)]
 
@@ -220,6 +227,9 @@ class NoMemory:
 
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return [torch.zeros(x.numel(), dtype=torch.float32, device=x.device) for x in inputs]
+
+    def reclaim(self, names: Sequence[str], inputs: Sequence[Tensor], world_size: int) -> None:
+        """Nothing was kept."""
 
     def hold(self, names: Sequence[str]) -> None:
         """Nothing to set aside."""

@@ -67,6 +67,9 @@ class Memory(Protocol):
         Unlike everything else it is a part of the mean, not of this rank's own entries. Made of zeros at first.
         """
 
+    def reclaim(self, names: Sequence[str], inputs: Sequence[Tensor], world_size: int) -> None:
+        """Owe what is ``lost`` as this rank's own again: other ranks will average these entries from now on."""
+
     def hold(self, names: Sequence[str]) -> Any:
         """Set what is kept for these names aside, so that nothing of it leaves in this step."""
 

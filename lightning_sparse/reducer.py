@@ -55,6 +55,8 @@ class Reducer:
         self._codec = _TimedCodec(codec)
         self._sections = communicator.sections(transport.world_size)
         self.seed = seed
+        self.cut: dict[str, float] = {}
+        """The density of each job's last exchange: with another one, other ranks average its entries."""
         self.is_dense = False
         """Whether every job is a plain dense all-reduce, whatever density and codec say."""
         self._lock = threading.Lock()
@@ -93,6 +95,10 @@ class Reducer:
         density = self._density(job.step)
         if not job.is_safe and not are_finite([*job.inputs, *job.dense_inputs]):
             return self._refuse(job, density)
+        # another density cuts another vector for the ranks to average
+        if self.cut.setdefault(job.name, density) != density:
+            self.cut[job.name] = density
+            job.memory.reclaim(job.names, job.inputs, self.transport.world_size)
         held = job.memory.hold(job.idle)
         job.memory.begin([*job.inputs, *job.dense_inputs])
         start = time.perf_counter()
@@ -140,6 +146,11 @@ class Reducer:
         self._add("decode", decoding)
         self._total(picked)
         return Outcome(picked, mean, tail, finite)
+
+    def use(self, density: Schedule, codec: Codec) -> None:
+        """Another density and codec from the next job on. Every rank calls it, behind the same job."""
+        self.call(lambda: None)
+        self.density, self._codec = density, _TimedCodec(codec)
 
     def snapshot(self) -> tuple[Totals, dict[str, Picked]]:
         """Copies of ``totals`` and ``last`` that belong together. Waits for no exchange."""

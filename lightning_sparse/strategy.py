@@ -47,7 +47,9 @@ class SparseDDP(_Base):
     Args:
         density: fraction of the large parameters' entries that each rank sends per exchange, in (0, 1], or a schedule
             from step to fraction. 1 is a plain dense all-reduce, unless the codec carries blocks. Default: 0.25 where
-            ranks agree on the entries, 0.01 where each picks its own.
+            ranks agree on the entries, 0.01 where each picks its own. ``"auto"`` begins there, measures, and takes the
+            largest density, and where ranks agree the most bits, whose exchange takes a tenth of the computation's
+            time, or all of it where it runs beside it; lighter ones if need be.
         exchange: ``"auto"`` (``Updates()``, or ``Gradients()`` if a memory is given), or one of the two with its
             options.
         compressor: which entries; default ``WeightBlocks()`` with ``Updates``, and ``TopK()`` with ``Gradients`` or if
@@ -84,7 +86,7 @@ class SparseDDP(_Base):
 
     def __init__(
         self,
-        density: float | Schedule | None = None,
+        density: float | Schedule | str | None = None,
         exchange: str | Gradients | Updates = "auto",
         compressor: Compressor | None = None,
         memory: Memory | None = None,
@@ -331,8 +333,9 @@ class SparseDDP(_Base):
         else:
             super().configure_ddp()
         steps = self._watch_steps(self._connection.tap)
-        if self._guarded and self.world_size > 1 and (not is_updates or self._is_plain()):
-            self._pace = self._connection.pace(steps)
+        may_leave = self._guarded and (not is_updates or self._is_plain())
+        if self.world_size > 1 and (may_leave or self._plan.parts.rungs):
+            self._pace = self._connection.pace(steps, may_leave)
         if self.is_global_zero and self.world_size > 1:
             log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from lightning_sparse.codecs import Quantized, Raw
+from lightning_sparse.communicators import CompressedAllReduce
+from lightning_sparse.compressors import TopK, WeightBlocks
 from lightning_sparse.guard import Guard
+from lightning_sparse.ladder import Ladder, Rung, make_rungs
+from lightning_sparse.protocols import Communicator
 
 
 @dataclass
@@ -132,3 +137,65 @@ def test_ranks_with_unlike_clocks_decide_alike() -> None:
         history.append(slow.is_dense)
         assert slow.is_dense == fast.is_dense
     assert any(history)
+
+
+def make_ladder(hides: bool = False, communicator: Communicator | None = None) -> tuple[Ladder, list[Rung]]:
+    rungs, begin = make_rungs(WeightBlocks(), None)
+    used: list[Rung] = []
+    ladder = Ladder(
+        rungs, begin, WeightBlocks(), communicator or CompressedAllReduce(), 25_000_000, 2, hides, used.append
+    )
+    return ladder, used
+
+
+def test_a_ladder_takes_the_heaviest_rung_that_fits() -> None:
+    """One bit a quarter of the time is 1/128 of a dense all-reduce's bytes, 8 bits always are 1/4 (and scales)."""
+    ladder, used = make_ladder()
+    assert not ladder.move(compute=1.0, busy=0.09, link=8.0)
+    # 4 bits of all entries would take 0.11 s of the 0.08 s there are, 2 bits of half of them 0.03 s
+    assert ladder.move(compute=1.0, busy=0.01, link=0.9)
+    assert used[-1] == Rung(0.5, Quantized(2))
+    assert ladder.move(compute=1.0, busy=0.03, link=0.3)
+    assert used[-1] == Rung(1.0, Quantized(4))
+    assert not ladder.move(compute=1.0, busy=0.06, link=0.3)
+
+
+def test_a_ladder_goes_down_where_the_exchange_takes_too_long() -> None:
+    ladder, used = make_ladder()
+    assert not ladder.move(compute=1.0, busy=0.12, link=12.0), "a little too long is no reason"
+    assert ladder.move(compute=1.0, busy=0.2, link=20.0)
+    assert used[-1] == Rung(1 / 16, Quantized(1))
+    assert not ladder.move(compute=1.0, busy=0.3, link=80.0), "there is no lighter one"
+
+
+def test_an_exchange_beside_the_computation_may_take_as_long() -> None:
+    ladder, used = make_ladder(hides=True)
+    assert ladder.move(compute=1.0, busy=0.1, link=4.0)
+    assert used[-1] == Rung(1.0, Quantized(4))
+
+
+def test_rungs_follow_what_was_asked_for() -> None:
+    rungs, begin = make_rungs(TopK(), Raw("bf16"))
+    assert [rung.density for rung in rungs] == [0.001, 0.003, 0.01, 0.03, 0.1]
+    assert {rung.codec for rung in rungs} == {Raw("bf16")}
+    assert rungs[begin].density == 0.01
+    rungs, begin = make_rungs(WeightBlocks(), Quantized(2))
+    assert {rung.codec for rung in rungs} == {Quantized(2)}
+    assert rungs[begin].density == 0.25
+
+
+def test_a_guard_finds_the_rung_before_it_thinks_of_ddp() -> None:
+    ladder, used = make_ladder()
+    said: list[str] = []
+    guard = Guard(1, lambda: 0.9, list, said.append, ladder)
+    for _ in range(200):
+        guard.lap(1.01, 0.01)
+    assert used == [Rung(0.5, Quantized(2))]
+    assert "density 0.5, Quantized(bits=2, group=256) from here on" in said[0]
+    assert "goes on with the exchange" in said[1]
+    assert len(said) == 2
+
+
+def test_a_guard_that_must_not_leave_stays() -> None:
+    guard = Guard(1, lambda: 0.001, list, lambda text: None, may_leave=False)
+    assert not any(guard.lap(0.5, 0.4) for _ in range(3000))

@@ -97,8 +97,8 @@ def test_public_names() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"density": 0}, ValueError, r"density must be in \(0, 1\] or a schedule, got 0"),
-        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\] or a schedule, got 1.5"),
+        ({"density": 0}, ValueError, r"density must be in \(0, 1\], 'auto' or a schedule, got 0"),
+        ({"density": 1.5}, ValueError, r"density must be in \(0, 1\], 'auto' or a schedule, got 1.5"),
         ({"density": float("nan")}, ValueError, "density must be in"),
         ({"density": True}, ValueError, "density must be in"),
         ({"density": "1%"}, ValueError, "density must be in"),
@@ -288,7 +288,7 @@ def test_what_is_saved_stays_as_it_was() -> None:
     """Training goes on while a file is written."""
     anchor = torch.ones(3)
     tap = SimpleNamespace(name="updates", shared_state=lambda together: {"groups": [{"anchor": {"w": anchor}}]})
-    state = save("none", tap, None, [], torch.device("cpu"))
+    state = save("none", tap, SimpleNamespace(cut={}), [], torch.device("cpu"))
     anchor.zero_()
     assert state["shared"]["groups"][0]["anchor"]["w"].tolist() == [1, 1, 1]
 

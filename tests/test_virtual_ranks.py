@@ -7,7 +7,11 @@ import torch
 
 from lightning_sparse.codecs import Quantized
 from lightning_sparse.communicators import Checked, CompressedAllReduce, VirtualRanks
+from lightning_sparse.compressors import WeightBlocks
+from lightning_sparse.job import Job
+from lightning_sparse.memory import Residual
 from lightning_sparse.protocols import Transport
+from lightning_sparse.reducer import Reducer
 from lightning_sparse.sections import encode_sections
 from lightning_sparse.vector import SparseVector
 from tests.integration.loops import LOOPS
@@ -112,3 +116,30 @@ def test_what_a_compressed_mean_rounds_away_leaves_later(bits: int) -> None:
         assert first > 0
         assert last < 0.05 * first
     torch.testing.assert_close(results[0][0], expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("codec", [Quantized(2), Quantized(8)])
+def test_nothing_rounded_away_is_stuck_after_a_change_of_density(codec: Quantized) -> None:
+    """Other ranks average the entries then; the sum of all means is still the mean of what came in."""
+    came = [torch.randn(8, 700, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    def task(transport: Transport) -> tuple[torch.Tensor, float]:
+        def density(step: int) -> float:
+            return 0.25 if step < 8 else 1.0
+
+        memory, total = Residual(), torch.zeros(700)
+        reducer = Reducer(WeightBlocks(), codec, CompressedAllReduce(), transport, density, torch.device("cpu"))
+        for step in range(60):
+            x = came[transport.rank][step].clone() if step < 8 else torch.zeros(700)
+            job = Job("model", step, memory, ["w"], [x], [], [])
+            outcome = reducer.exchange(reducer.pick(job))
+            total += sum(part.dense() for part in outcome.mean.parts)
+        reducer.close()
+        state = memory.state_dict()
+        return total, max(float(x["w"].abs().max()) for x in (state["lost"], state["residual"]))
+
+    results = VirtualRanks(3).run(task)
+    for _, left in results:
+        assert left < 0.05
+    expected = torch.stack(came).sum(1).mean(0)
+    torch.testing.assert_close(results[0][0], expected, rtol=0, atol=0.1)

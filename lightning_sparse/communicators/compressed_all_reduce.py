@@ -21,7 +21,7 @@ class CompressedAllReduce:
 
     Payloads are cut into one section a rank. Rank r decodes section r of every rank, sums in rank order, encodes the
     mean again and sends it to all. What this second encoding rounds away joins the next mean of these entries on this
-    rank: one more float32 buffer, in the memory (after a change of density another rank may average them meanwhile).
+    rank: one more float32 buffer, in the memory, which owes it again where a change of density moves the sections.
     Needs entries that are the same on every rank (``WeightBlocks``). Sent + received per rank: ``4 (w - 1) s`` bytes,
     ``s`` of a section. If any rank's entries are not finite, every rank gets its own entries back.
 

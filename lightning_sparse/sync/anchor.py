@@ -64,6 +64,12 @@ class Anchor:
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return self._lost.of(names, inputs)
 
+    def reclaim(self, names: Sequence[str], inputs: Sequence[Tensor], world_size: int) -> None:
+        for name, weight in zip(names, inputs, strict=True):
+            if name in self._lost:
+                # a part of the mean: this rank's progress counts for one in world_size
+                weight.add_(self._lost.pop(name), alpha=world_size)
+
     def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
         """The tap takes nothing out of the weights then."""
 

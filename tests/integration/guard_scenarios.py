@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse import guard
+from lightning_sparse import connection, guard
 from lightning_sparse.checksum import checksum
+from lightning_sparse.pace import Pace
 from tests.integration.scenarios import Ledger, Net, Tuned, Unfreeze, data, fit, weights
 
 THERE, BACK = 6, 14
@@ -183,7 +184,38 @@ def measured() -> dict[str, Any]:
     return out
 
 
-SCENARIOS = (plain, adam, there_and_back, mixed, unfrozen, gradients, measured)
+def ladder() -> dict[str, Any]:
+    """density="auto" on a link that has room, and on one that has none."""
+    out = {}
+    for name, link, busy in (("room", 1e-9, 1e-4), ("none", 1e3, 0.5)):
+        for exchange in (ls.Updates(), ls.Gradients()):
+            net = Net("adamw" if exchange.name == "updates" else "plain")
+            with pytest.MonkeyPatch.context() as patch:
+                for constant, value in {"_WARMUP": 1, "_WINDOW": 3, "_RECHECK": 100}.items():
+                    patch.setattr(guard, constant, value)
+                patch.setattr(connection, "all_reduce_seconds", lambda *_, link=link: link)
+                # work on this machine is not what is asked here
+                patch.setattr(Pace, "lap", lambda self, busy=busy: self.guard.lap(1.0, busy))
+                look = Rungs()
+                blocks = ls.WeightBlocks() if exchange.name == "gradients" else None
+                strategy = ls.SparseDDPStrategy(density="auto", exchange=exchange, compressor=blocks, guard=False)
+                fit(net, strategy, callbacks=[look])
+            out[f"{name} {exchange.name}"] = {"weights": weights(net), "rungs": look.rungs}
+    return out
+
+
+class Rungs(pl.Callback):
+    """Density and codec behind every step."""
+
+    def __init__(self) -> None:
+        self.rungs: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        reducer = trainer.strategy.reducer
+        self.rungs.append(f"{reducer.density(0)} {reducer._codec._codec}")
+
+
+SCENARIOS = (plain, adam, there_and_back, mixed, unfrozen, gradients, measured, ladder)
 
 
 def run(folder: Path) -> None:

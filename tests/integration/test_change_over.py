@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_ranks_are_bit_equal_at_the_end(ranks: list[dict[str, Any]]) -> None:
     first, second = (collect(rank) for rank in ranks)
-    assert len(first) == 13
+    assert len(first) == 17
     assert [path for path in first if not same(first[path], second[path])] == []
 
 
@@ -84,3 +84,16 @@ def test_ranks_measure_and_decide_alike(ranks: list[dict[str, Any]], name: str) 
     assert {"is_dense", "step", "exchange", "all_reduce", "ddp_at_best"} <= first.keys()
     assert 0 < first["exchange"] < first["step"]
     assert first["all_reduce"] > 0
+
+
+@pytest.mark.parametrize("tap", ["updates", "gradients"])
+@pytest.mark.parametrize(
+    ("link", "last"), [("room", "1.0 Quantized(bits=8, group=256)"), ("none", "0.0625 Quantized(bits=1, group=256)")]
+)
+def test_density_auto_takes_what_the_link_has_room_for(
+    ranks: list[dict[str, Any]], tap: str, link: str, last: str
+) -> None:
+    for rank in ranks:
+        rungs = rank["ladder"][f"{link} {tap}"]["rungs"]
+        assert rungs[0] == "0.25 Quantized(bits=1, group=256)"
+        assert rungs[-1] == last
