@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +16,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lightning_sparse.timing import time_alternating
 from lightning_sparse.version import __version__
+
+__all__ = [
+    "Row",
+    "add_options",
+    "free_bytes",
+    "print_table",
+    "pyplot",
+    "time_alternating",
+    "with_progress",
+    "write_json",
+]
 
 Row = dict[str, Any]
 
@@ -48,24 +57,6 @@ def pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def time_alternating(
-    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device, budget: float = math.inf
-) -> dict[str, float]:
-    """Median seconds of each run, timed in turns so that a slow moment of the machine meets all of them.
-
-    A run that has taken `budget` seconds sits out the later turns; each is timed at least once.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
-            if sum(seconds[name]) < budget:
-                taken = _seconds(run, device)
-                # The first turn warms caches up, and compiles kernels.
-                if turn:
-                    seconds[name].append(taken)
-    return {name: median(times) for name, times in seconds.items()}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -110,21 +101,6 @@ def write_json(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     }
     versions = {"lightning_sparse": __version__, "torch": torch.__version__, "python": platform.python_version()}
     path.write_text(json.dumps({"machine": machine, "versions": versions, "rows": list(rows)}, indent=1) + "\n")
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    with torch.cuda.device(device):
-        first.record()
-        run()
-        last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1000
 
 
 def _processor() -> str:

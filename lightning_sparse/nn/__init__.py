@@ -1,0 +1,1 @@
+"""Layers whose backward is sparse. One layer a file."""
