@@ -1,1 +1,9 @@
 """Layers whose backward is sparse. One layer a file."""
+
+from lightning_sparse.nn.sparse_lstm import SparseLSTM
+from lightning_sparse.nn.work import Work
+
+__all__ = [
+    "SparseLSTM",
+    "Work",
+]
