@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_sparse.nn.crossover import Case, Run, Switch, crossover, rounded_up
 from lightning_sparse.nn.gate_selection import GRANULARITIES, GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
+from lightning_sparse.nn.own_step import OwnStep
 from lightning_sparse.nn.work import Work
 from lightning_sparse.protocols import Schedule
 
@@ -20,7 +21,7 @@ from lightning_sparse.protocols import Schedule
 _MEASURED_STEPS = 32
 
 
-class SparseLSTM(nn.LSTM):
+class SparseLSTM(OwnStep, nn.LSTM):
     """`nn.LSTM` with the same parameters, `state_dict` and results, and with structurally sparsified gate gradients.
 
     In every backward pass of training, a fraction of the columns of the gates' gradients is kept, and the four products
@@ -74,7 +75,6 @@ class SparseLSTM(nn.LSTM):
             raise ValueError(f"SparseLSTM: chunk must be at least 1, got {chunk}")
         self.density: float | Schedule = 0.5 if density is None else density
         self.threshold, self.granularity, self.chunk = threshold, granularity, chunk
-        self.step = 0
         self.work = Work()
         self._switch = Switch()
         # a number is checked now, a schedule when it is asked
@@ -157,15 +157,6 @@ class SparseLSTM(nn.LSTM):
                     x = F.dropout(x, self.dropout, self.training)
         out = x.transpose(0, 1) if self.batch_first else x
         return out, (torch.stack(last_h), torch.stack(last_c))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):
-            destination._metadata[prefix[:-1]]["step"] = self.step
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        self.step = local_metadata.get("step", self.step)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
