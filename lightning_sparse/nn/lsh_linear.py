@@ -147,7 +147,10 @@ class LSHLinear(OwnStep, nn.Linear):
         flat, wanted = x.reshape(-1, self.in_features).to(self.weight.dtype), target.reshape(-1)
         everyone, targets = self._gathered(flat, wanted)
         if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < self.out_features:
-            raise ValueError(f"LSHLinear: targets must be in [0, {self.out_features}), got {targets.tolist()}")
+            raise ValueError(
+                f"LSHLinear: targets must be in [0, {self.out_features}), got {int(targets.min())} to"
+                f" {int(targets.max())}"
+            )
         active = self._active(everyone, targets) if self.training else self._all(targets)
         with torch.autocast(x.device.type, enabled=False):
             work = self.work if self.training else Work()

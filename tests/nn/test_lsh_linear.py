@@ -227,7 +227,7 @@ def test_refuses_options_that_do_not_fit(options: dict[str, object], message: st
 
 def test_refuses_samples_that_do_not_fit() -> None:
     layer, (x, target) = make(), batch()
-    with pytest.raises(ValueError, match=r"targets must be in \[0, 300\), got \[0, 300, 7, 7, 150, 42\]"):
+    with pytest.raises(ValueError, match=r"targets must be in \[0, 300\), got 0 to 300"):
         layer.loss(x, torch.tensor([0, 300, 7, 7, 150, 42]))
     with pytest.raises(ValueError, match=r"expected x \[\.\.\., 8\] and targets \[\.\.\.\], got \(6, 8\) and \(5,\)"):
         layer.loss(x, target[:5])
