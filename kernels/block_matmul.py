@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_layout import BlockLayout, check_blocks, check_operand, row_slices
-from lightning_sparse.kernels.block_tiles import is_aligned, precision, row_major, takes_kernel, tiles
+from lightning_sparse.kernels.block_tiles import is_whole, precision, row_major, takes_kernel, tiles
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import interpreting
 
@@ -56,15 +56,16 @@ def block_matmul(
     if y.numel() == 0:
         return y
     visits = layout.visits(x.device, transposed)
-    size = tiles(layout.block, x.dtype, x.shape[0])
+    whole = is_whole(layout, x, blocks, y)
+    size = tiles(layout.block, x.dtype, x.shape[0], whole)
     groups = layout.grid[transposed]
     with torch.cuda.device_of(x):
         _block_matmul_kernel[(-(-x.shape[0] // size.rows) * groups,)](
             x, blocks, y if bias is None else bias, y, visits.starts, visits.slots, visits.others,
             x.shape[0], x.shape[1], y.shape[1], x.stride(0),
-            BIAS=bias is not None, TRANSPOSED=transposed, EVEN=layout.even, PRECISION=precision(x.dtype),
-            ALIGNED=is_aligned(layout.block, x, y), WIDEN=interpreting(),
-            BLOCK=layout.block, BLOCK_M=size.rows, BLOCK_K=size.slice, num_warps=size.warps, num_stages=size.stages,
+            BIAS=bias is not None, TRANSPOSED=transposed, WHOLE=whole, PRECISION=precision(x.dtype),
+            WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=size.rows, BLOCK_K=size.slice,
+            num_warps=size.warps, num_stages=size.stages,
         )  # fmt: skip
     return y
 
@@ -119,17 +120,17 @@ def block_columns(x: Tensor, layout: BlockLayout) -> Tensor:
 @jit
 def _block_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, blocks_ptr, bias_ptr, y_ptr, starts_ptr, slots_ptr, others_ptr, rows, inner, outer, x_stride,
-    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(rows, BLOCK_M)
     group = (tl.program_id(0) // row_tiles).to(tl.int64)
     m = (tl.program_id(0) % row_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     n = tl.arange(0, BLOCK)  # [BLOCK]
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    if ALIGNED:
-        x_stride = tl.multiple_of(x_stride, 16)
-        outer = tl.multiple_of(outer, 16)
+    if WHOLE:
+        # what the compiler knows to be a multiple of 16 it loads 16 bytes at a time
+        x_stride, outer = x_stride // 16 * 16, outer // 16 * 16
     x_rows = x_ptr + m[:, None] * x_stride
     if TRANSPOSED:
         tile = n[None, :] * BLOCK + k[:, None]
@@ -143,7 +144,7 @@ def _block_matmul_kernel(  # type: ignore[no-untyped-def]
         slot = tl.load(slots_ptr + visit).to(tl.int64)
         place = tl.load(others_ptr + visit).to(tl.int64) * BLOCK + shift + k  # [BLOCK_K]
         mask = m[:, None] < rows
-        if not EVEN:
+        if not WHOLE:
             mask &= place[None, :] < inner
         x = tl.load(x_rows + place[None, :], mask=mask, other=0)
         w = tl.load(blocks_ptr + slot * (BLOCK * BLOCK) + shift * (1 if TRANSPOSED else BLOCK) + tile)
@@ -154,6 +155,6 @@ def _block_matmul_kernel(  # type: ignore[no-untyped-def]
     if BIAS:
         total += tl.load(bias_ptr + at, mask=at < outer, other=0).to(tl.float32)[None, :]
     mask = m[:, None] < rows
-    if not EVEN:
+    if not WHOLE:
         mask &= at[None, :] < outer
     tl.store(y_ptr + m[:, None] * outer + at[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)

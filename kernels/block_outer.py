@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.block_layout import BlockLayout, check_operand, row_slices
 from lightning_sparse.kernels.block_matmul import ROWS, block_columns
-from lightning_sparse.kernels.block_tiles import is_aligned, precision, row_major, takes_kernel, tiles
+from lightning_sparse.kernels.block_tiles import is_whole, outer_tiles, precision, row_major, takes_kernel
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import interpreting
 
@@ -49,14 +49,14 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
     out = x.new_empty(layout.count, layout.block, layout.block)
     if layout.count == 0:
         return out
-    size = tiles(layout.block, x.dtype, 64)
+    whole = is_whole(layout, x, y)
+    size = outer_tiles(layout.block, x.dtype, whole)
     rows, cols = layout.places(x.device)
     with torch.cuda.device_of(x):
         _block_outer_kernel[(layout.count,)](
             x, y, out, rows, cols, x.shape[0], x.shape[1], y.shape[1], x.stride(0), y.stride(0),
-            EVEN=layout.even, PRECISION=precision(x.dtype), ALIGNED=is_aligned(layout.block, x, y),
-            WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=min(size.rows, 64),
-            num_warps=8 if layout.block == 128 else 4, num_stages=size.stages,
+            WHOLE=whole, PRECISION=precision(x.dtype), WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=size.slice,
+            num_warps=size.warps, num_stages=size.stages,
         )  # fmt: skip
     return out
 
@@ -84,15 +84,14 @@ def block_outer_torch(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
 @jit
 def _block_outer_kernel(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, out_ptr, rows_ptr, cols_ptr, rows, inner, outer, x_stride, y_stride,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)  # [BLOCK]
     m = tl.arange(0, BLOCK_M).to(tl.int64)  # [BLOCK_M]
-    if ALIGNED:
-        x_stride = tl.multiple_of(x_stride, 16)
-        y_stride = tl.multiple_of(y_stride, 16)
+    if WHOLE:
+        # what the compiler knows to be a multiple of 16 it loads 16 bytes at a time
+        x_stride, y_stride = x_stride // 16 * 16, y_stride // 16 * 16
     at_x = tl.load(cols_ptr + slot).to(tl.int64) * BLOCK + n  # [BLOCK]
     at_y = tl.load(rows_ptr + slot).to(tl.int64) * BLOCK + n  # [BLOCK]
     x_tile = x_ptr + at_x[:, None] + m[None, :] * x_stride  # [BLOCK, BLOCK_M]
@@ -101,7 +100,7 @@ def _block_outer_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, rows, BLOCK_M):
         x_mask = m[None, :] < rows - start
         y_mask = m[:, None] < rows - start
-        if not EVEN:
+        if not WHOLE:
             x_mask &= at_x[:, None] < inner
             y_mask &= at_y[None, :] < outer
         x = tl.load(x_tile, mask=x_mask, other=0)
