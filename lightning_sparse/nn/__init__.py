@@ -1,11 +1,15 @@
 """Layers whose backward is sparse. One layer a file."""
 
+from lightning_sparse.nn.block_sparse_linear import BlockSparseLinear
 from lightning_sparse.nn.lsh_linear import LSHLinear
+from lightning_sparse.nn.skip_conv2d import SkipConv2d
+from lightning_sparse.nn.skip_linear import SkipLinear
 from lightning_sparse.nn.sparse_lstm import SparseLSTM
-from lightning_sparse.nn.work import Work
 
 __all__ = [
+    "BlockSparseLinear",
     "LSHLinear",
+    "SkipConv2d",
+    "SkipLinear",
     "SparseLSTM",
-    "Work",
 ]

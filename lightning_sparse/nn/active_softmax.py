@@ -81,7 +81,7 @@ class _ActiveCrossEntropy(torch.autograd.Function):
         )
         partial = torch.stack([torch.logsumexp(logits, 1), torch.where(own, aim, 0.0)])  # [2, w b]
         total, aim = _combined(partial, transport)
-        _count(work, gathered, chosen, weight, products=1)
+        work.forward.add(len(gathered), chosen.numel(), weight.numel())
         ctx.save_for_backward(gathered, chosen, weight, logits, total)
         ctx.active, ctx.transport, ctx.work, ctx.sparse = active, transport, work, sparse
         return _own(total - aim, transport)
@@ -101,7 +101,9 @@ class _ActiveCrossEntropy(torch.autograd.Function):
             dx = transport.all_to_all(dx).view(world_size, len(grad), -1).sum(0)
         dweight = (delta.t() @ gathered).div_(world_size) if ctx.needs_input_grad[2] else None
         dbias = delta.sum(0).div_(world_size) if ctx.needs_input_grad[3] else None
-        _count(ctx.work, gathered, chosen, weight, products=1 + (dweight is not None))
+        ctx.work.input_gradient.add(len(gathered), chosen.numel(), weight.numel())
+        if dweight is not None:
+            ctx.work.weight_gradient.add(len(gathered), chosen.numel(), weight.numel())
         if active.rows is not None or ctx.sparse:
             rows = torch.arange(len(weight), device=weight.device) if active.rows is None else active.rows
             dweight, dbias = (_scattered(d, rows, len(weight), ctx.sparse) for d in (dweight, dbias))
@@ -128,7 +130,3 @@ def _scattered(d: Tensor | None, rows: Tensor, numel: int, sparse: bool) -> Tens
     if sparse:
         return torch.sparse_coo_tensor(rows[None], d, shape, is_coalesced=True, check_invariants=False)
     return d.new_zeros(shape).index_copy_(0, rows, d)
-
-
-def _count(work: Work, x: Tensor, chosen: Tensor, weight: Tensor, products: int) -> None:
-    work.add(products * len(x) * chosen.numel(), products * len(x) * weight.numel())

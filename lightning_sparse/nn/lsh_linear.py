@@ -52,7 +52,7 @@ class LSHLinear(OwnStep, nn.Linear):
 
     Attributes:
         step: losses computed in training so far; `state_dict` carries it in its metadata.
-        work: multiply-adds of training, those of hashing included, done and dense.
+        work: multiply-adds of training; those of hashing count as done in the forward pass.
 
     Raises:
         ValueError: an argument out of range.
@@ -179,8 +179,10 @@ class LSHLinear(OwnStep, nn.Linear):
         )
         self._built += 1
         self._next = self.step + self._interval()
-        hashing = self.weight.numel() * self.tables.tables * self.tables.bits
-        self.work.add(hashing, 0)
+        self._count_hashing(self.weight)
+
+    def _count_hashing(self, x: Tensor) -> None:
+        self.work.forward.add(len(x), self.in_features * self.tables.tables * self.tables.bits, 0)
 
     def _functions(self) -> int:
         return self._built // self.redraw
@@ -221,7 +223,7 @@ class LSHLinear(OwnStep, nn.Linear):
         rows, device = len(self.weight), self.weight.device
         bits = draw.bits(self.tables.tables + self.tail, device)
         found = self.tables.query(x, self.bucket, bits[: self.tables.tables])  # [w b, tables * bucket]
-        self.work.add(x.numel() * self.tables.tables * self.tables.bits, 0)
+        self._count_hashing(x)
         owned = self._owned(targets)
         own = torch.where(owned, targets // self.world_size, -1)
         # one place behind the rows takes what is not there

@@ -117,8 +117,11 @@ class _Scan(torch.autograd.Function):
                 _add_rows_(dw_hh, columns, flat, hidden[begin:end])
             if dbias is not None:
                 _add_rows_(dbias, columns, flat, None)
-            sizes = x.shape[2] * (needs_x + needs_ih) + h * (1 + needs_hh)
-            ctx.work.add(flat.numel() * sizes, flat.shape[0] * 4 * h * sizes)
+            for count, width in (
+                (ctx.work.input_gradient, x.shape[2] * needs_x + h),
+                (ctx.work.weight_gradient, x.shape[2] * needs_ih + h * needs_hh),
+            ):
+                count.add(flat.shape[0], flat.shape[1] * width, 4 * h * width)
         return dx, dh, dc, dw_ih, dw_hh, dbias, None, None
 
 

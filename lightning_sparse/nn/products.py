@@ -1,10 +1,10 @@
-"""The three products of a layer, alike for a linear one and for a convolution: [m, i, ...], [o, i, ...], [m, o, ...]."""
+"""The three products of a layer, alike for a linear one and for a convolution."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from torch.nn import functional as F
 
 
 class Products(Protocol):
-    """What a layer multiplies; first dimensions are samples or output features, second ones features."""
+    """What a layer multiplies: samples [m, i, ...], weights [o, i, ...] and gradients [m, o, ...]."""
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[m, o, ...], without the bias."""
+    tiled: ClassVar[bool]
+    """Whether operands are matrices, which can be cut into tiles."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[m, o, ...]."""
 
     def grad_input(self, grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         """[m, i, ...]; of ``x`` only the sizes behind its features count."""
@@ -23,16 +26,18 @@ class Products(Protocol):
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """[o, i, ...]; of ``weight`` only the sizes behind its features count."""
 
-    def macs(self, x: Tensor, weight: Tensor) -> int:
-        """Multiply-adds of each of the three for one sample, one input and one output feature."""
+    def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+        """The sizes of the output behind its features."""
 
 
 @dataclass(frozen=True)
 class LinearProducts:
     """Those of `nn.Linear`, on matrices."""
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.t()
+    tiled: ClassVar[bool] = True
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def grad_input(self, grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         return grad @ weight
@@ -40,20 +45,21 @@ class LinearProducts:
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return grad.t() @ x
 
-    def macs(self, x: Tensor, weight: Tensor) -> int:
-        return 1
+    def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
 class ConvProducts:
     """Those of `nn.Conv2d` with one group and zero padding."""
 
+    tiled: ClassVar[bool] = False
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.conv2d(x, weight, None, self.stride, self.padding, self.dilation)
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation)
 
     def grad_input(self, grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         x = x.new_empty(1).expand(len(grad), weight.shape[1], *x.shape[2:])
@@ -63,15 +69,16 @@ class ConvProducts:
         weight = weight.new_empty(1).expand(grad.shape[1], x.shape[1], *weight.shape[2:])
         return self._backward(grad, x, weight, (False, True, False))[1]
 
-    def macs(self, x: Tensor, weight: Tensor) -> int:
-        return math.prod(weight.shape[2:]) * math.prod(self.out_size(x, weight))
-
-    def out_size(self, x: Tensor, weight: Tensor) -> list[int]:
-        """Height and width of the output."""
+    def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
         sizes = zip(x.shape[2:], weight.shape[2:], self.stride, self.padding, self.dilation, strict=True)
-        return [(size + 2 * pad - dilation * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, dilation in sizes]
+        return tuple((n + 2 * pad - gap * (k - 1) - 1) // step + 1 for n, k, step, pad, gap in sizes)
 
     def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, ...]) -> tuple[Tensor, ...]:
         return torch.ops.aten.convolution_backward(
             grad, x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], 1, list(mask)
         )
+
+
+def macs(products: Products, x: Tensor, weight: Tensor) -> int:
+    """Multiply-adds of each product for one sample, one input feature and one output feature."""
+    return math.prod(weight.shape[2:]) * math.prod(products.out_size(x, weight))

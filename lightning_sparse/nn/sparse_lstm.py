@@ -14,6 +14,7 @@ from lightning_sparse.nn.crossover import Case, Run, Switch, crossover, rounded_
 from lightning_sparse.nn.gate_selection import GRANULARITIES, GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
 from lightning_sparse.nn.own_step import OwnStep
+from lightning_sparse.nn.precision import working_dtype
 from lightning_sparse.nn.work import Work
 from lightning_sparse.protocols import Schedule
 
@@ -39,7 +40,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
 
     Attributes:
         step: forward passes in training so far; what schedules see. `state_dict` carries it in its metadata.
-        work: multiply-adds of sparse backward passes, done and dense.
+        work: multiply-adds of sparse backward passes; those for the hidden state count as input gradient.
 
     Raises:
         ValueError: an argument out of range, or `proj_size`, which is not supported.
@@ -117,7 +118,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
             return selection.density < 1
         t, b = (x.shape[0], 1) if x.dim() == 2 else (x.shape[1], x.shape[0]) if self.batch_first else x.shape[:2]
         steps, batch = min(rounded_up(t), _MEASURED_STEPS), rounded_up(b)
-        like = x.to(_autocast_dtype(x) or x.dtype)
+        like = x.to(working_dtype(x))
         case = Case.of("SparseLSTM", like, steps, batch, self.input_size, self.hidden_size, min(steps, self.chunk))
         shape = (steps, batch, self.input_size)
         found = crossover(
@@ -137,7 +138,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
             zeros = x.new_zeros(self.num_layers * directions, x.shape[1], self.hidden_size)
             hx = (zeros, zeros)
         self.check_forward_args(input, hx, None)
-        dtype = _autocast_dtype(x) or x.dtype
+        dtype = working_dtype(x)
         x, (h0, c0) = x.to(dtype), (state.to(dtype) for state in hx)
         last_h, last_c = [], []
         with torch.autocast(x.device.type, enabled=False):
@@ -157,11 +158,6 @@ class SparseLSTM(OwnStep, nn.LSTM):
                     x = F.dropout(x, self.dropout, self.training)
         out = x.transpose(0, 1) if self.batch_first else x
         return out, (torch.stack(last_h), torch.stack(last_c))
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _layer(x: Tensor, hidden: int) -> nn.LSTM:

@@ -15,7 +15,7 @@ from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
 from lightning_sparse.nn.crossover import pinned
 from lightning_sparse.nn.lsh_linear import LSHLinear
 from lightning_sparse.nn.lsh_tables import LSHTables
-from lightning_sparse.nn.work import Work
+from lightning_sparse.nn.work import Pass, Work
 from lightning_sparse.random import Draw
 from lightning_sparse.schedules import piecewise
 
@@ -124,9 +124,11 @@ def test_work_equals_the_closed_form() -> None:
         layer.loss(x, target).backward()
     active = layer.weight.grad.coalesce().indices().shape[1]
     hashing = (N + B) * H * 3 * 4
-    assert layer.work == Work(done=3 * B * active * H + hashing, dense=3 * B * N * H)
+    done, skipped = B * active * H, B * (N - active) * H
+    each = Pass(done, skipped)
+    assert layer.work == Work(Pass(done + hashing, skipped - hashing), each, each)
     layer.eval().loss(x, target)
-    assert layer.work.dense == 3 * B * N * H
+    assert layer.work.weight_gradient == each
 
 
 def test_tables_are_rebuilt_on_schedule_and_equal_tables_made_from_scratch() -> None:

@@ -16,7 +16,7 @@ from lightning_sparse.nn.crossover import forget, known, pinned
 from lightning_sparse.nn.gate_selection import GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
 from lightning_sparse.nn.sparse_lstm import SparseLSTM
-from lightning_sparse.nn.work import Work
+from lightning_sparse.nn.work import Pass, Work
 from lightning_sparse.schedules import piecewise
 
 T, B, W, H = 7, 3, 5, 4  # time steps, batch, width of the input, hidden units
@@ -118,7 +118,7 @@ def test_every_form_of_the_layer_equals_the_dense_one(bias: bool, bidirectional:
         torch.testing.assert_close([out, *last], [want, *want_last])
         for got, expected in zip(gradients(lstm, out, x), gradients(dense, want, x), strict=True):
             torch.testing.assert_close(got, expected)
-    assert lstm.work.dense > 0
+    assert lstm.work.input_gradient.done > 0
 
 
 def test_unbatched_input_and_states() -> None:
@@ -143,13 +143,14 @@ def test_work_equals_the_closed_form(granularity: str, kept: int) -> None:
     lstm = make(density=0.4, granularity=granularity, chunk=2)
     with pinned(1):
         lstm(normal(T, B, W).requires_grad_())[0].sum().backward()
-    assert lstm.work == Work(done=T * B * kept * (2 * W + 2 * H), dense=T * B * 4 * H * (2 * W + 2 * H))
-    assert lstm.work.skipped == T * B * (4 * H - kept) * 2 * (W + H)
-    lstm.work = Work()
+    each = Pass(done=T * B * kept * (W + H), skipped=T * B * (4 * H - kept) * (W + H))
+    assert lstm.work == Work(Pass(), each, each)
+    lstm.work.reset()
     with pinned(1):
         # without the product for the input
         lstm(normal(T, B, W))[0].sum().backward()
-    assert lstm.work.dense == T * B * 4 * H * (W + 2 * H)
+    assert lstm.work.weight_gradient == each
+    assert lstm.work.input_gradient == Pass(T * B * kept * H, T * B * (4 * H - kept) * H)
 
 
 def test_rows_of_dropped_columns_get_no_gradient() -> None:
@@ -183,7 +184,7 @@ def test_a_schedule_mixes_sparse_and_dense_steps() -> None:
         done = []
         for _ in range(4):
             lstm(x)[0].sum().backward()
-            done.append(lstm.work.done)
+            done.append(lstm.work.input_gradient.done)
         with torch.no_grad():
             lstm(x)
         lstm.eval()(x)
