@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from lightning_sparse.kernels.block_layout import BlockLayout
 
-# rows that are looked at first, spread evenly: where they hold nearly everything, nothing else is read
-_SAMPLE = 32
+# rows of matrices, and images, that are looked at first, spread evenly: where they hold nearly everything, nothing else
+# is read
+_SAMPLES = (32, 4)
 _NEARLY_ALL = 0.9
 
 
@@ -61,8 +62,9 @@ def find_live(x: Tensor, tile: int | None = None) -> Live:
     shape = (x.shape[0], x.shape[1])
     if x.numel() == 0:
         return Live(None, None, shape)
-    if len(x) > 2 * _SAMPLE:
-        sample = _mask(x[:: len(x) // _SAMPLE])
+    enough = _SAMPLES[x.dim() > 2]
+    if len(x) > 2 * enough:
+        sample = _mask(x[:: len(x) // enough])
         in_lines = _any_of_last(sample).float().mean() * _any_of_first(sample).float().mean()
         in_tiles = 1.0 if tile is None else F.max_pool1d(sample.float(), tile, ceil_mode=True).mean()
         if min(float(in_lines), float(in_tiles)) > _NEARLY_ALL:

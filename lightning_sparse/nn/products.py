@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Products(Protocol):
@@ -26,8 +28,14 @@ class Products(Protocol):
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """[o, i, ...]; of ``weight`` only the sizes behind its features count."""
 
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> Gradients:
+        """Those of x, weight and bias that are needed, at once."""
+
     def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
         """The sizes of the output behind its features."""
+
+    def options(self) -> tuple[int, ...]:
+        """What the time depends on beside the sizes of operands."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,14 @@ class LinearProducts:
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return grad.t() @ x
 
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> Gradients:
+        dx = self.grad_input(grad, weight, x) if needs[0] else None
+        return dx, self.grad_weight(grad, x, weight) if needs[1] else None, grad.sum(0) if needs[2] else None
+
     def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+        return ()
+
+    def options(self) -> tuple[int, ...]:
         return ()
 
 
@@ -73,9 +88,16 @@ class ConvProducts:
         sizes = zip(x.shape[2:], weight.shape[2:], self.stride, self.padding, self.dilation, strict=True)
         return tuple((n + 2 * pad - gap * (k - 1) - 1) // step + 1 for n, k, step, pad, gap in sizes)
 
-    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    def options(self) -> tuple[int, ...]:
+        return (*self.stride, *self.padding, *self.dilation)
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> Gradients:
+        return self._backward(grad, x, weight, needs)
+
+    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> Any:
+        bias = [weight.shape[0]] if needs[2] else None
         return torch.ops.aten.convolution_backward(
-            grad, x, weight, None, self.stride, self.padding, self.dilation, False, [0, 0], 1, list(mask)
+            grad, x, weight, bias, self.stride, self.padding, self.dilation, False, [0, 0], 1, list(needs)
         )
 
 
