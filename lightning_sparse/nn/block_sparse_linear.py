@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparse.kernels.block_layout import BlockLayout, check_block
 from lightning_sparse.nn.block_masks import block_norms, check_mask, largest_mask, random_mask
 from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blocks_from_dense, dense_from_blocks
+from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Crossover, rounded_up
 from lightning_sparse.nn.topology import move_parameter_, plan_moves
 from lightning_sparse.nn.work import Work
@@ -101,8 +102,13 @@ class BlockSparseLinear(nn.Module):
         density: float = 1.0,
         mask: Tensor | None = None,
         crossover: float | None = None,
+        rows: int | None = None,
     ) -> BlockSparseLinear:
-        """The layer with the weights of a dense one: blocks of largest norm stay live, or those of `mask`."""
+        """The layer with the weights of a dense one: blocks of largest norm stay live, or those of `mask`.
+
+        Raises:
+            UnsuitableError: for a batch of so many `rows`, if they are given, `nn.Linear` was measured to be faster.
+        """
         out_features, in_features = linear.weight.shape
         check_block("BlockSparseLinear", block)
         if mask is None:
@@ -115,6 +121,11 @@ class BlockSparseLinear(nn.Module):
         )
         layer.bias = linear.bias
         layer._register_places(linear.weight.device)
+        if rows is not None:
+            found = block_crossover(linear.weight.detach(), rows, layer._layout, packed=False)
+            if layer.density > found.density:
+                limit = f"above density {found.density:.2g}, got {layer.density:.2g}"
+                raise UnsuitableError(f"with {rows} rows it is faster than blocks {limit}")
         return layer.train(linear.training)
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
+from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.crossover import Case, Crossover, Run, Switch, crossover, rounded_up
 from lightning_sparse.nn.lsh_tables import LSHTables
 from lightning_sparse.nn.own_step import OwnStep
@@ -107,6 +108,12 @@ class LSHLinear(OwnStep, nn.Linear):
         self._next, self._built = -1, 0
         self._switch = Switch()
         self._interval()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> LSHLinear:
+        """The layer on one rank with the parameters of a dense one, the same objects; ``options`` as for the class."""
+        bias = linear.bias is not None
+        return adopt(cls(linear.in_features, linear.out_features, bias, "meta", **options), linear)
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`; ranks that share the classes draw from generators of their own."""

@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.nn.adopt import adopt
+from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.precision import working_dtype
 from lightning_sparse.nn.products import ConvProducts
 from lightning_sparse.nn.skipping import Skipping
@@ -42,6 +44,20 @@ class SkipConv2d(nn.Conv2d):
         padding = cast(pair, self.padding if self._skips else (0, 0))
         products = ConvProducts(cast(pair, self.stride), padding, cast(pair, self.dilation))
         self._skipping = Skipping("SkipConv2d", products, None, relu_input, strict_nonfinite)
+
+    @classmethod
+    def from_conv2d(cls, conv: nn.Conv2d, **options: Any) -> SkipConv2d:
+        """The layer with the parameters of a dense one, the same objects; ``options`` are those of this class.
+
+        Raises:
+            UnsuitableError: groups or padding would leave it dense.
+        """
+        names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+        form = {name: getattr(conv, name) for name in names}
+        layer = cls(conv.in_channels, conv.out_channels, bias=conv.bias is not None, device="meta", **form, **options)
+        if not layer._skips:
+            raise UnsuitableError(f"groups must be 1 and padding of zeros, by number, got {conv}")
+        return adopt(layer, conv)
 
     @property
     def work(self) -> Work:

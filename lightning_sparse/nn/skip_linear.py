@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.kernels.block_layout import check_block
+from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.precision import working_dtype
 from lightning_sparse.nn.products import LinearProducts
 from lightning_sparse.nn.skipping import Skipping
@@ -59,6 +60,12 @@ class SkipLinear(nn.Linear):
         if tile is not None:
             check_block("SkipLinear", tile)
         self._skipping = Skipping("SkipLinear", LinearProducts(), tile, relu_input, strict_nonfinite)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> SkipLinear:
+        """The layer with the parameters of a dense one, the same objects; ``options`` are those of this class."""
+        bias = linear.bias is not None
+        return adopt(cls(linear.in_features, linear.out_features, bias, "meta", **options), linear)
 
     @property
     def work(self) -> Work:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_sparse.nn.adopt import adopt
+from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Case, Run, Switch, crossover, rounded_up
 from lightning_sparse.nn.gate_selection import GRANULARITIES, GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
@@ -80,6 +82,18 @@ class SparseLSTM(OwnStep, nn.LSTM):
         self._switch = Switch()
         # a number is checked now, a schedule when it is asked
         self._selection()
+
+    @classmethod
+    def from_lstm(cls, lstm: nn.LSTM, **options: Any) -> SparseLSTM:
+        """The layer with the parameters of a dense one, the same objects; ``options`` are those of this class.
+
+        Raises:
+            UnsuitableError: it has projections.
+        """
+        if lstm.proj_size:
+            raise UnsuitableError(f"proj_size must be 0, got {lstm.proj_size}")
+        form = {name: getattr(lstm, name) for name in ("num_layers", "bias", "batch_first", "dropout", "bidirectional")}
+        return adopt(cls(lstm.input_size, lstm.hidden_size, device="meta", **form, **options), lstm)
 
     def extra_repr(self) -> str:
         rule = f"density={self.density}" if self.threshold is None else f"threshold={self.threshold}"
