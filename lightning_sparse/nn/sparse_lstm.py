@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.convert import UnsuitableError
-from lightning_sparse.nn.crossover import Case, Run, Switch, crossover, rounded_up
+from lightning_sparse.nn.crossover import Case, Crossover, Run, Switch, crossover, rounded_up
 from lightning_sparse.nn.gate_selection import GRANULARITIES, GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
 from lightning_sparse.nn.own_step import OwnStep
@@ -130,18 +130,21 @@ class SparseLSTM(OwnStep, nn.LSTM):
             return True
         if selection.density == 1 or selection.granularity == "element":
             return selection.density < 1
+        return self._switch.takes_sparse(selection.density, self._crossover(x, selection))
+
+    def _crossover(self, x: Tensor, selection: GateSelection) -> Crossover:
+        """Where `nn.LSTM` becomes the faster one for a layer of this width, forward and backward."""
         t, b = (x.shape[0], 1) if x.dim() == 2 else (x.shape[1], x.shape[0]) if self.batch_first else x.shape[:2]
         steps, batch = min(rounded_up(t), _MEASURED_STEPS), rounded_up(b)
         like = x.to(working_dtype(x))
         case = Case.of("SparseLSTM", like, steps, batch, self.input_size, self.hidden_size, min(steps, self.chunk))
         shape = (steps, batch, self.input_size)
-        found = crossover(
+        return crossover(
             case,
             lambda: _dense_run(like.new_zeros(shape), self.hidden_size),
             lambda density: _sparse_run(like.new_zeros(shape), self.hidden_size, density, selection),
             densities=(0.25, 0.5, 1.0),
         )
-        return self._switch.takes_sparse(selection.density, found)
 
     def _scan(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None, selection: GateSelection
