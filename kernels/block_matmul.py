@@ -101,6 +101,9 @@ def _scattered(x: Tensor, blocks: Tensor, layout: BlockLayout) -> Tensor:
     for row, begin, end, cols in layout.row_pieces:
         outputs, width = row_slices(layout, row)
         slab = blocks[begin:end].view(-1, layout.block)[:, :width]  # [k * block, width]
+        if isinstance(cols, slice) and wide == x.dtype:
+            sums[cols].flatten(0, 1).addmm_(slab, x[:, outputs].t())
+            continue
         products = torch.mm(slab, x[:, outputs].t()).view(end - begin, layout.block, len(x)).to(wide)  # [k, block, m]
         if isinstance(cols, slice):
             sums[cols] += products

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 GROUPS = (2, 4, 8, 16)
-# weights that one program reads
+# weights that the CPU compares at a time, and that one program reads
+AT_ONCE = 65_536
 TILE = 2048
 
 
@@ -57,19 +58,36 @@ def nm_prune(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
 
 
 def nm_prune_torch(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    """`nm_prune` by comparing each pair of a group's weights."""
+    """`nm_prune` by comparing each pair of a group's weights, some rows at a time."""
+    pruned, mask = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
+    zero = weight.new_zeros(())
+    rows = max(1, AT_ONCE // max(1, weight.shape[1]))
+    for part, out, kept in zip(weight.split(rows), pruned.split(rows), mask.split(rows), strict=True):
+        kept.copy_(_kept(part, n, m))
+        torch.where(kept, part, zero, out=out)
+    return pruned, mask
+
+
+def _kept(weight: Tensor, n: int, m: int) -> Tensor:
     rows, columns = weight.shape
-    # less than any magnitude
-    magnitudes = F.pad(weight.abs(), (0, -columns % m), value=-1.0)
-    magnitudes = magnitudes.reshape(magnitudes.numel() // m, m).t().contiguous()  # [m, groups]
-    losses = torch.zeros(magnitudes.shape, dtype=torch.uint8, device=weight.device)  # [m, groups]
+    magnitudes = weight.abs()
+    if columns % m:
+        # less than any magnitude
+        magnitudes = F.pad(magnitudes, (0, -columns % m), value=-1.0)
+    groups = magnitudes.numel() // m
+    places = magnitudes.reshape(groups, m).t().contiguous()  # [m, groups]
+    # pairs lost to earlier places, less pairs won of later ones
+    losses = torch.zeros(m, groups, dtype=torch.int8, device=weight.device)
     for later in range(m):
         for earlier in range(later):
-            lost = magnitudes[earlier] >= magnitudes[later]
+            lost = (places[earlier] >= places[later]).view(torch.int8)
             losses[later] += lost
-            losses[earlier] += ~lost
-    mask = (losses < n).t().reshape(rows, columns + -columns % m)[:, :columns].contiguous()
-    return torch.where(mask, weight, 0.0), mask
+            losses[earlier] -= lost
+    kept = torch.empty(groups, m, dtype=torch.bool, device=weight.device)
+    for place in range(m):
+        # of the m - 1 - place pairs with later ones, those not won are lost
+        torch.lt(losses[place], n - (m - 1 - place), out=kept[:, place])
+    return kept.view(rows, columns + -columns % m)[:, :columns]
 
 
 def check_nm(owner: str, n: int, m: int) -> None:

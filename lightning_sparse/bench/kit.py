@@ -79,12 +79,18 @@ def with_progress(title: str, cases: Sequence[Any], measure: Callable[[Any], Ite
     return rows
 
 
-def print_table(title: str, rows: Sequence[Row], formats: dict[str, Callable[[Any], str]]) -> None:
-    """Prints rows as one table; `formats` gives its columns, in order, and the text of a value."""
+def print_table(
+    title: str, rows: Sequence[Row], formats: dict[str, Callable[[Any], str]], wrapped: Sequence[str] = ()
+) -> None:
+    """Prints rows as one table; `formats` gives its columns, in order, and the text of a value.
+
+    Where they are too wide for the terminal, `wrapped` columns take more lines, or the numbers are cut.
+    """
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in formats:
         text = isinstance(rows[0][name], str)
-        table.add_column(name.replace("_", " "), justify="left" if text else "right", no_wrap=text)
+        table.add_column(name.replace("_", " "), justify="left" if text else "right", no_wrap=bool(wrapped) or text)
+        table.columns[-1].no_wrap &= name not in wrapped
     for row in rows:
         table.add_row(*(format_(row[name]) for name, format_ in formats.items()))
     Console().print(table)

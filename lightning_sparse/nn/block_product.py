@@ -43,9 +43,9 @@ class BlockProduct(torch.autograd.Function):
         if sparse:
             ctx.save_for_backward(x, weight)
             return block_matmul(x, weight, layout, bias)
-        dense = dense_from_blocks(weight, layout)
-        ctx.save_for_backward(x, dense)
-        return F.linear(x, dense, bias)
+        matrix = matrix_of_blocks(weight, layout)
+        ctx.save_for_backward(x, matrix)
+        return F.linear(x, matrix.t(), bias)
 
     @staticmethod
     @once_differentiable
@@ -57,7 +57,7 @@ class BlockProduct(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x:
             ctx.work.input_gradient.add(x.shape[0], ctx.weights, dense_weights)
-            grad_x = block_matmul(grad, weight, layout, transposed=True) if ctx.sparse else grad @ weight
+            grad_x = block_matmul(grad, weight, layout, transposed=True) if ctx.sparse else grad @ weight.t()
         if needs_weight:
             done = dense_weights if ctx.watch else ctx.weights
             ctx.work.weight_gradient.add(x.shape[0], done, dense_weights)
@@ -66,32 +66,32 @@ class BlockProduct(torch.autograd.Function):
                 if ctx.watch:
                     ctx.watch[1](block_outer(x, grad, ctx.watch[0]))
             else:
-                dense = grad.t() @ x
-                grad_weight = blocks_from_dense(dense, layout)
+                matrix = x.t() @ grad
+                grad_weight = blocks_of_matrix(matrix, layout)
                 if ctx.watch:
-                    ctx.watch[1](blocks_from_dense(dense, ctx.watch[0]))
+                    ctx.watch[1](blocks_of_matrix(matrix, ctx.watch[0]))
         grad_bias = grad.sum(0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def dense_from_blocks(blocks: Tensor, layout: BlockLayout) -> Tensor:
-    """[out_features, in_features] with zeros where no block is stored; any dtype."""
+def matrix_of_blocks(blocks: Tensor, layout: BlockLayout) -> Tensor:
+    """[in_features, out_features] with zeros where no block is stored: the weight of `nn.Linear`, transposed."""
     height, width = layout.grid
     b = layout.block
     places = (layout.rows * width + layout.cols).to(blocks.device)
     grid = blocks.new_zeros(height * width, b, b).index_copy(0, places, blocks)
-    dense = grid.view(height, width, b, b).permute(0, 3, 1, 2).reshape(height * b, width * b)
-    return dense[: layout.out_features, : layout.in_features].contiguous()
+    matrix = grid.view(height, width, b, b).permute(1, 2, 0, 3).reshape(width * b, height * b)
+    return matrix[: layout.in_features, : layout.out_features]
 
 
-def blocks_from_dense(dense: Tensor, layout: BlockLayout) -> Tensor:
-    """[n, block, block]: the stored blocks of an [out_features, in_features] matrix, zero beyond it."""
+def blocks_of_matrix(matrix: Tensor, layout: BlockLayout) -> Tensor:
+    """[n, block, block]: the stored blocks of an [in_features, out_features] matrix, zero beyond it."""
     height, width = layout.grid
     b = layout.block
     if not layout.even:
-        dense = F.pad(dense, (0, width * b - layout.in_features, 0, height * b - layout.out_features))
-    grid = dense.view(height, b, width, b).permute(0, 2, 3, 1)  # [block rows, block columns, in, out]
-    return grid[layout.rows.to(dense.device), layout.cols.to(dense.device)].contiguous()
+        matrix = F.pad(matrix, (0, height * b - layout.out_features, 0, width * b - layout.in_features))
+    grid = matrix.reshape(width, b, height, b).permute(2, 0, 1, 3).reshape(height * width, b, b)
+    return grid.index_select(0, (layout.rows * width + layout.cols).to(matrix.device))
 
 
 def evenly_spread(density: float, out_features: int, in_features: int, block: int) -> BlockLayout:
@@ -122,15 +122,15 @@ def block_crossover(like: Tensor, rows: int, layout: BlockLayout, packed: bool) 
     def dense() -> Run:
         (x, y), half = operands(), evenly_spread(0.5, *sizes)
         blocks = like.new_ones(half.count, half.block, half.block)
-        weight = like.new_ones(sizes[:2])
+        weight = like.new_ones(sizes[:2]).t()
 
         def run() -> None:
-            w = dense_from_blocks(blocks, half) if packed else weight
-            F.linear(x, w)
-            y @ w
-            gradient = y.t() @ x
+            matrix = matrix_of_blocks(blocks, half) if packed else weight
+            F.linear(x, matrix.t())
+            y @ matrix.t()
+            gradient = x.t() @ y
             if packed:
-                blocks_from_dense(gradient, half)
+                blocks_of_matrix(gradient, half)
 
         return run
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.kernels.block_layout import BlockLayout, check_block
 from lightning_sparse.nn.block_masks import block_norms, check_mask, largest_mask, random_mask
-from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blocks_from_dense, dense_from_blocks
+from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blocks_of_matrix, matrix_of_blocks
 from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Crossover, rounded_up
 from lightning_sparse.nn.topology import move_parameter_, plan_moves
@@ -85,7 +85,7 @@ class BlockSparseLinear(nn.Module):
         mask = random_mask(grid, density, seed) if mask is None else check_mask(mask, grid)
         self._layout = BlockLayout.of(mask, out_features, in_features, block)
         linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.weight = nn.Parameter(blocks_from_dense(linear.weight.detach(), self._layout))
+        self.weight = nn.Parameter(blocks_of_matrix(linear.weight.detach().t(), self._layout))
         self.register_parameter("bias", linear.bias)
         self._register_places(linear.weight.device)
         self.work = Work()
@@ -114,10 +114,10 @@ class BlockSparseLinear(nn.Module):
         if mask is None:
             everything = torch.ones(-(-out_features // block), -(-in_features // block), dtype=torch.bool)
             every = BlockLayout.of(everything, out_features, in_features, block)
-            mask = largest_mask(block_norms(blocks_from_dense(linear.weight.detach(), every), every, 2.0), density)
+            mask = largest_mask(block_norms(blocks_of_matrix(linear.weight.detach().t(), every), every, 2.0), density)
         layer = cls(in_features, out_features, False, block=block, mask=mask, crossover=crossover, device="meta")
         layer.weight = nn.Parameter(
-            blocks_from_dense(linear.weight.detach(), layer._layout), requires_grad=linear.weight.requires_grad
+            blocks_of_matrix(linear.weight.detach().t(), layer._layout), requires_grad=linear.weight.requires_grad
         )
         layer.bias = linear.bias
         layer._register_places(linear.weight.device)
@@ -178,7 +178,7 @@ class BlockSparseLinear(nn.Module):
 
     def dense_weight(self) -> Tensor:
         """[out_features, in_features]: the weight as `nn.Linear` has it, differentiable."""
-        return dense_from_blocks(self.weight, self._layout)
+        return matrix_of_blocks(self.weight, self._layout).t()
 
     @torch.no_grad()
     def weight_scores(self, order: float = 2.0) -> Tensor:
@@ -239,6 +239,6 @@ class BlockSparseLinear(nn.Module):
             self._set_layout(layout)
         elif weight is not None and weight.shape == (self.out_features, self.in_features):
             # of `nn.Linear`: what lies in live blocks is taken
-            state_dict[prefix + "weight"] = blocks_from_dense(weight, self._layout)
+            state_dict[prefix + "weight"] = blocks_of_matrix(weight.t(), self._layout)
             state_dict[prefix + "block_rows"], state_dict[prefix + "block_cols"] = self.block_rows, self.block_cols
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,8 +1,8 @@
-"""The variants of the block GEMM kernels that `compile_all.py` compiles."""
+"""The variants of the layers' kernels that `compile_all.py` compiles: block GEMMs and N:M pruning."""
 
 import torch
 
-from lightning_sparse.kernels import block_matmul, block_outer
+from lightning_sparse.kernels import block_matmul, block_outer, nm_prune
 from lightning_sparse.kernels.block_tiles import outer_tiles, tiles
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -30,6 +30,14 @@ OUTER = {
     "outer": "i32",
     "x_stride": "i64",
     "y_stride": "i64",
+}
+PRUNE = {
+    "weight_ptr": "*bf16",
+    "pruned_ptr": "*bf16",
+    "mask_ptr": "*i1",
+    "rows": "i32",
+    "columns": "i32",
+    "groups": "i32",
 }
 MANY, FEW = 4096, 1
 # op, block, dtype, rows, whole blocks, precision of float32
@@ -69,3 +77,6 @@ def cases(backend):
             constants |= {"BLOCK_M": size.rows, "BLOCK_K": size.slice}
         signature = {key: kind or f"*{NAMES[dtype]}" for key, kind in signature.items()}
         yield name, kernel, signature, constants, {"num_warps": size.warps, "num_stages": size.stages}
+    for n, m in ((2, 4), (4, 16)):
+        constants = {"N": n, "M": m, "TILE": nm_prune.TILE // m}
+        yield f"nm_prune-{n}-{m}", nm_prune._nm_prune_kernel, PRUNE, constants, {"num_warps": 4}
