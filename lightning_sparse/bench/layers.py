@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from lightning_sparse.bench import kit
-from lightning_sparse.bench.layer_cases import CASES, LayerCase
+from lightning_sparse.bench import kit, layer_cases
+from lightning_sparse.bench.layer_cases import LayerCase
+from lightning_sparse.bench.lsh_cases import lsh_linear
+from lightning_sparse.bench.lstm_cases import sparse_lstm
+from lightning_sparse.bench.skip_cases import skip_layers
 
+CASES = [*layer_cases.CASES, sparse_lstm, lsh_linear, skip_layers]
 # seconds of timed runs of one layer in one case
 BUDGET = 5.0
 

@@ -60,8 +60,8 @@ def _steps(classes: int, adam: bool, device: torch.device) -> Contest:
                 theirs.step()
 
     def check() -> bool:
-        exact = float(F.cross_entropy(dense(x), target))
-        mean = sum(float(loss) for loss in losses) / STEPS
+        exact = F.cross_entropy(dense(x), target).item()
+        mean = sum(loss.item() for loss in losses) / STEPS
         # an estimate from thousands of classes of nearly equal logits
         return math.isclose(mean, exact, rel_tol=0.01) and layer.weight.grad is not None
 

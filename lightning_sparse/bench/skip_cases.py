@@ -47,7 +47,8 @@ def _contest(layer: nn.Module, dense: nn.Module, pattern: Pattern, shape: tuple[
     dense.load_state_dict(layer.state_dict())
     generator = torch.Generator().manual_seed(0)
     device = next(layer.parameters()).device
-    x, grad = (pattern(torch.randn(shape, generator=generator)).to(device) for _ in range(2))
+    x = pattern(torch.randn(shape, generator=generator)).to(device)
+    grad = pattern(torch.randn(dense(x).shape, generator=generator)).to(device)
     results: dict[nn.Module, tuple[Tensor, ...]] = {}
 
     def run(module: nn.Module) -> None:
