@@ -110,7 +110,7 @@ def _train(
     trainer = pl.Trainer(
         accelerator=options.accelerator,
         devices=1,
-        # a layer that is ten times faster would need more
+        # until the clock says stop
         max_steps=-1,
         max_epochs=1,
         val_check_interval=interval,
@@ -122,7 +122,7 @@ def _train(
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    trainer.fit(model, *make_loaders(20 * options.max_steps))
+    trainer.fit(model, *make_loaders(500 * options.max_steps))
     at_steps = next(point for point in clock.curve if point[0] >= options.max_steps)
     in_time = [point for point in clock.curve if not seconds or point[1] <= seconds] or clock.curve[:1]
     return {

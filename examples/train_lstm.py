@@ -65,13 +65,18 @@ def make_loaders(batch_size: int, max_steps: int, seed: int) -> Loaders:
     )
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Trains what the command line asks for."""
     parser = make_parser(__doc__.split("\n")[0], VARIANTS, max_steps=600, batch_size=32, lr=2e-3)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--density", type=float, default=0.5, help="fraction of gate gradients kept")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     compare(
         options,
         lambda variant: CharLSTM(make_lstm(variant, options.hidden, options.density, options.max_steps), options.lr),
         lambda max_steps: make_loaders(options.batch_size, max_steps, options.seed),
     )
+
+
+if __name__ == "__main__":
+    main()

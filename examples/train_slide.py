@@ -113,15 +113,20 @@ def make_loaders(train: Tensor, val: Tensor, batch_size: int, max_steps: int, se
     )
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Trains what the command line asks for."""
     parser = make_parser(__doc__.split("\n")[0], VARIANTS, max_steps=1500, batch_size=64, lr=1e-3)
     parser.add_argument("--tables", type=int, default=8, help="hash tables")
     parser.add_argument("--bucket", type=int, default=16, help="words taken of each bucket, at most")
     parser.add_argument("--tail", type=int, default=1024, help="words drawn at random in each step")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     train, val, words = read_words()
     compare(
         options,
         lambda variant: NextWord(make_output(variant, words, options), options.lr),
         lambda max_steps: make_loaders(train, val, options.batch_size, max_steps, options.seed),
     )
+
+
+if __name__ == "__main__":
+    main()
