@@ -90,7 +90,7 @@ def _gathered(x: Tensor, blocks: Tensor, layout: BlockLayout, out: Tensor) -> No
     columns = block_columns(x, layout)  # [block columns, block, m]
     for row, begin, end, cols in layout.row_pieces:
         outputs, width = row_slices(layout, row)
-        inputs = columns[cols].flatten(0, 1)  # [k * block, m]
+        inputs = stacked(columns, cols)  # [k * block, m]
         slab = blocks[begin:end].view(-1, layout.block)[:, :width]  # [k * block, width]
         torch.mm(inputs.t(), slab, out=out[:, outputs])
 
@@ -118,6 +118,12 @@ def block_columns(x: Tensor, layout: BlockLayout) -> Tensor:
     columns[: layout.in_features].copy_(x.t())
     columns[layout.in_features :].zero_()
     return columns.view(layout.grid[1], layout.block, x.shape[0])
+
+
+def stacked(columns: Tensor, cols: Tensor | slice) -> Tensor:
+    """Some of [block columns, block, m] below each other: [k * block, m]; a view for a slice of them."""
+    picked = columns[cols] if isinstance(cols, slice) else columns.index_select(0, cols.to(columns.device))
+    return picked.flatten(0, 1)
 
 
 @jit

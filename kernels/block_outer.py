@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.block_layout import BlockLayout, check_operand, row_slices
-from lightning_sparse.kernels.block_matmul import ROWS, block_columns
+from lightning_sparse.kernels.block_matmul import ROWS, block_columns, stacked
 from lightning_sparse.kernels.block_tiles import is_whole, outer_tiles, precision, row_major, takes_kernel
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import interpreting
@@ -69,7 +69,7 @@ def block_outer_torch(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
         columns = block_columns(part, layout)  # [block columns, block, m]
         for row, begin, end, cols in layout.row_pieces:
             outputs, width = row_slices(layout, row)
-            inputs = columns[cols].flatten(0, 1)  # [k * block, m]
+            inputs = stacked(columns, cols)  # [k * block, m]
             slab = out[begin:end].view(-1, layout.block)[:, :width]  # [k * block, width]
             if wide == x.dtype:
                 slab.addmm_(inputs, above[:, outputs])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Case:
         dtype: that of the arithmetic.
         threads: CPU threads, as timings depend on them.
         shape: every size that the time depends on, the density left out.
+        place: where to measure; cases that differ in it only are one.
     """
 
     layer: str
@@ -43,12 +44,13 @@ class Case:
     dtype: torch.dtype
     threads: int
     shape: tuple[int, ...]
+    place: torch.device = field(default_factory=lambda: torch.device("cpu"), compare=False)
 
     @classmethod
     def of(cls, layer: str, like: Tensor, *shape: int) -> Case:
         """The case of a layer on the device, and with the dtype, of a tensor."""
         device = torch.cuda.get_device_name(like.device) if like.is_cuda else like.device.type
-        return cls(layer, device, like.dtype, torch.get_num_threads(), shape)
+        return cls(layer, device, like.dtype, torch.get_num_threads(), shape, like.device)
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,8 @@ def crossover(
     if case not in _known:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return NEVER
-        device = torch.device("cpu" if case.device == "cpu" else "cuda")
-        with torch.autocast(device.type, enabled=False):
-            _known[case] = measure(device, dense(), sparse, densities)
+        with torch.autocast(case.place.type, enabled=False):
+            _known[case] = measure(case.place, dense(), sparse, densities)
     return _known[case]
 
 

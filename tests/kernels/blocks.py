@@ -1,5 +1,6 @@
 """Block-sparse cases for the block ops, and their dense twins, filled in one weight at a time."""
 
+import mmap
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,12 @@ def dense_twin(blocks: Tensor, layout: BlockLayout) -> Tensor:
 
 def normal(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def far_apart() -> Tensor:
+    """[2, 1] float16 whose rows lie 2**31 entries apart, in memory of which only two pages are ever used."""
+    memory = mmap.mmap(-1, 2**32 + 2)
+    return torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1), (2**31, 1))
 
 
 # relative to the largest magnitude: rounding of sums, and of the result; the interpreter truncates bf16

@@ -3,7 +3,7 @@ import torch
 
 from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_matmul import block_matmul
-from tests.kernels.blocks import CASES, Case, check_close, dense_twin, make_blocks, make_layout, normal
+from tests.kernels.blocks import CASES, Case, check_close, dense_twin, far_apart, make_blocks, make_layout, normal
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -70,6 +70,15 @@ def test_dead_blocks_are_not_multiplied(path):
     x = torch.ones(2, 32)
     x[:, 16:] = float("inf")
     assert block_matmul(x, torch.ones(1, 16, 16), layout).tolist() == [[16.0] * 16] * 2
+
+
+def test_offsets_beyond_32_bits(path):
+    """Two rows that lie 2**31 entries apart; nothing between them is touched."""
+    layout = make_layout(CASES["one-weight"])
+    blocks = torch.full((1, 16, 16), 2.0, dtype=torch.float16)
+    far = far_apart()
+    far[0], far[1] = 1.0, 3.0
+    assert block_matmul(far, blocks, layout).tolist() == [[2.0], [6.0]]
 
 
 def test_messages():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_sparse.kernels.block_outer import block_outer
-from tests.kernels.blocks import CASES, Case, check_close, make_layout, normal
+from tests.kernels.blocks import CASES, Case, check_close, far_apart, make_layout, normal
 
 
 def expected(x, y, layout):
@@ -49,6 +49,14 @@ def test_same_bits_in_every_call(path):
     layout = make_layout(CASES["shuffled"])
     x, y = normal(65, 100, torch.float32), normal(65, 80, torch.float32, seed=3)
     assert torch.equal(block_outer(x, y, layout), block_outer(x, y, layout))
+
+
+def test_offsets_beyond_32_bits(path):
+    """Two rows that lie 2**31 entries apart; nothing between them is touched."""
+    layout = make_layout(CASES["one-weight"])
+    far = far_apart()
+    far[0], far[1] = 1.0, 3.0
+    assert block_outer(far, far, layout)[0, 0, 0] == 10.0
 
 
 def test_messages():
