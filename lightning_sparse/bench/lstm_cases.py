@@ -60,7 +60,7 @@ def _backward(batch: int, steps: int, inner: int, hidden: int, device: torch.dev
     state = x.new_zeros(batch, hidden)
 
     def backward(density: float) -> Callable[[], tuple[Tensor, ...]]:
-        selection = GateSelection(density, None, "column", 16)
+        selection = GateSelection(density, None, "column", SparseLSTM(1, 1).chunk)
         out, _, _ = lstm_scan(x, state, state, w_ih, w_hh, b_ih + b_hh, selection, Work())
         return lambda: torch.autograd.grad(out, [x, w_ih, w_hh, b_ih, b_hh], grad, retain_graph=True)
 

@@ -38,7 +38,8 @@ class SparseLSTM(OwnStep, nn.LSTM):
             schedule of it, where 0 is a dense step. Takes the sparse path always.
         granularity: "column" judges each gate of each unit over the batch, "unit" its four gates together,
             "element" each entry (to study what can be left out: no product gets smaller).
-        chunk: time steps that share one choice. More make the copies of weights cheaper, and the choice older.
+        chunk: time steps that share one choice. More make the copies of weights cheaper and the choice older, at a
+            cost in loss; fewer are more exact, and slower.
 
     Attributes:
         step: forward passes in training so far; what schedules see. `state_dict` carries it in its metadata.
@@ -64,7 +65,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
         density: float | Schedule | None = None,
         threshold: float | Schedule | None = None,
         granularity: str = "column",
-        chunk: int = 16,
+        chunk: int = 8,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
