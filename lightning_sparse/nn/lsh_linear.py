@@ -35,7 +35,7 @@ class LSHLinear(OwnStep, nn.Linear):
     samples, equally many. Every rank must call `loss`, its backward pass and `predict`; `forward` gives the logits of
     the rank's own classes. A step moves the samples, their gradients and a few numbers for each sample, whatever the
     number of classes. Keep the layer's parameters out of DDP, which would average them: their gradients already are
-    those of the mean loss.
+    those of the mean loss (`DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` names them).
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`; classes of all ranks.

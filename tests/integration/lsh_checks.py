@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.communicators.volume import gather_bytes
@@ -146,6 +148,45 @@ def training(transport: ProcessGroup) -> dict[str, Tensor]:
     return {"body": body.weight.detach()}
 
 
+class Classifier(nn.Module):
+    """A body that every rank holds, and the shared layer."""
+
+    def __init__(self, body: nn.Linear, output: nn.Linear) -> None:
+        super().__init__()
+        self.body, self.output = body, output
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = self.body(x).relu()
+        if isinstance(self.output, LSHLinear):
+            return self.output.loss(hidden, target)
+        return F.cross_entropy(self.output(hidden), target)
+
+
+def under_ddp(transport: ProcessGroup) -> dict[str, Tensor]:
+    """DDP averages the body and leaves the shared rows alone: gradients are those of one device with all samples."""
+    world = transport.world_size
+    layer, whole = make(transport)
+    body = nn.Linear(5, H, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in body.parameters():
+            parameter.copy_(normal(*parameter.shape, seed=5))
+    reference, model = Classifier(copy.deepcopy(body), whole), Classifier(body, layer)
+    shared = [name for name, _ in model.named_parameters() if name.startswith("output.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shared)
+    wrapped = DistributedDataParallel(model)
+    _, targets = samples(world)
+    inputs = normal(world, B, 5, seed=31)
+    for _ in range(2):
+        model.zero_grad()
+        with pinned(0):
+            wrapped(inputs[transport.rank], targets[transport.rank]).backward()
+    reference(inputs.flatten(0, 1), targets.flatten()).backward()
+    torch.testing.assert_close(body.weight.grad, reference.body.weight.grad)
+    own = whole.weight.grad[transport.rank :: world]
+    torch.testing.assert_close(layer.weight.grad.to_dense(), own)
+    return {"body": body.weight.grad}
+
+
 def first_rows_differ(transport: ProcessGroup) -> dict[str, Tensor]:
     """Ranks that share one seed still begin with rows of their own."""
     torch.manual_seed(0)
@@ -176,7 +217,7 @@ def main(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     transport = ProcessGroup()
-    checks = (all_rows, active_rows, traffic, training, first_rows_differ, refusals)
+    checks = (all_rows, active_rows, traffic, training, under_ddp, first_rows_differ, refusals)
     results = {check.__name__: check(transport) for check in checks}
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.barrier()
