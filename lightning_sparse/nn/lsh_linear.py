@@ -133,6 +133,7 @@ class LSHLinear(OwnStep, nn.Linear):
             f" tail={self.tail}, shared={self.shared}, rank={self.rank}, world_size={self.world_size}"
         )
 
+    @torch.compiler.disable
     def loss(self, x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """The cross-entropy, estimated in training and exact in evaluation.
 

@@ -40,6 +40,7 @@ class Skipping:
         self.work = Work()
         self._switches: dict[str, Switch] = {}
 
+    @torch.compiler.disable
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[m, o, ...] of x [m, i, ...] and weight [o, i, ...]."""
         return _Skipping.apply(x, weight, bias, self)

@@ -100,6 +100,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
         rule = f"density={self.density}" if self.threshold is None else f"threshold={self.threshold}"
         return f"{super().extra_repr()}, {rule}, granularity={self.granularity}, chunk={self.chunk}"
 
+    @torch.compiler.disable
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         """As `nn.LSTM`: the hidden states of the last layer, and the last hidden and cell state of all layers."""
         if not (self.training and torch.is_grad_enabled()):

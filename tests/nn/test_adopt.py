@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,6 +59,45 @@ def test_converted_models_compute_the_same_and_keep_their_parameters() -> None:
     optimizer.step()
     assert not torch.equal(model.lstm.weight_hh_l0, before)
     assert model.lstm.step == 1
+
+
+class Classifier(nn.Module):
+    """An output layer as a layer of a model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = LSHLinear(40, 3000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output.loss(x.relu(), torch.arange(len(x)))
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "compile": lambda model: torch.compile(copy.deepcopy(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["linear", "convolution", "lstm", "output"])
+def test_copies_and_compiled_models_are_equal(kind: str, way: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(80, 40) * (torch.arange(40) % 5 == 0)
+    model, inputs = {
+        "linear": (nn.Sequential(SkipLinear(40, 30), nn.ReLU()), x),
+        "convolution": (nn.Sequential(SkipConv2d(8, 4, 3), nn.ReLU()), x.view(10, 8, 8, 5)),
+        "lstm": (SparseLSTM(40, 8), x.view(8, 10, 40)),
+        "output": (Classifier(), x),
+    }[kind]
+    results = []
+    with pinned(1):
+        for each in (COPIES[way](model), model):
+            out = each(inputs)
+            out = out[0] if isinstance(out, tuple) else out
+            grads = torch.autograd.grad(out.sum(), list(each.parameters()))
+            results.append([out, *(grad.to_dense() for grad in grads)])
+    torch.testing.assert_close(*results)
 
 
 def test_an_output_layer_keeps_its_rows() -> None:
