@@ -19,6 +19,11 @@ def use_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or _interpreting
 
 
+def interpreting() -> bool:
+    """True inside `interpret`, whose interpreter has no arithmetic on bf16."""
+    return _interpreting
+
+
 @contextmanager
 def interpret() -> Iterator[None]:
     """Runs the kernels themselves on CPU tensors, in every thread, until the block ends.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_sparse.bench import convergence, kernels, network
+from lightning_sparse.bench import convergence, kernels, layers, network
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     bench = commands.add_parser("bench", help="measure this machine")
     names = bench.add_subparsers(required=True, metavar="NAME")
-    for module in (kernels, convergence, network):
+    for module in (kernels, layers, convergence, network):
         module.add_parser(names)
     options = parser.parse_args(arguments)
     options.run(options)

@@ -41,6 +41,17 @@ def piecewise(values: Mapping[int, float]) -> Schedule:
     return partial(_piecewise, dict(values))
 
 
+def cycle(*values: float) -> Schedule:
+    """The values in turn, one a step: ``cycle(1.0, 0.5)`` is 1 at every second step.
+
+    Raises:
+        ValueError: no value.
+    """
+    if not values:
+        raise ValueError("cycle: expected at least one value, got none")
+    return partial(_cycle, values)
+
+
 # module-level functions, so that schedules can be pickled to spawned ranks
 def _constant(value: float, step: int) -> float:
     return value
@@ -52,3 +63,7 @@ def _exponential(final: float, steps: int, start: float, step: int) -> float:
 
 def _piecewise(values: dict[int, float], step: int) -> float:
     return values[max(key for key in values if key <= step)]
+
+
+def _cycle(values: tuple[float, ...], step: int) -> float:
+    return values[step % len(values)]

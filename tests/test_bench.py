@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from lightning_sparse import timing
 from lightning_sparse.__main__ import main
 from lightning_sparse.bench import kernel_case, kernels, kit
 
@@ -72,7 +73,7 @@ def test_medians_leave_out_the_first_turn():
 
 def test_slow_runs_sit_out_later_turns(monkeypatch):
     calls = []
-    monkeypatch.setattr(kit, "_seconds", lambda run, _: run())
+    monkeypatch.setattr(timing, "seconds_of", lambda run, _: run())
     runs = {"slow": lambda: calls.append("slow") or 3.0, "fast": lambda: calls.append("fast") or 0.5}
     assert kit.time_alternating(runs, 4, torch.device("cpu"), budget=2.0) == {"slow": 3.0, "fast": 0.5}
     assert calls.count("slow") == 2

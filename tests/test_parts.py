@@ -21,7 +21,7 @@ from lightning_sparse.memory import MomentumResidual, Residual, gather
 from lightning_sparse.protocols import Transport
 from lightning_sparse.random import Draw
 from lightning_sparse.reducer import Reducer
-from lightning_sparse.schedules import constant, exponential_warmup, piecewise
+from lightning_sparse.schedules import constant, cycle, exponential_warmup, piecewise
 from lightning_sparse.sync import Updates
 from lightning_sparse.sync.flat import flat_view, is_small
 from lightning_sparse.sync.steps import Steps
@@ -71,6 +71,9 @@ def test_schedules() -> None:
     assert [round(warm(step), 4) for step in range(4)] == [0.25, 0.05, 0.01, 0.01]
     steps = piecewise({0: 1.0, 3: 0.1})
     assert [steps(step) for step in range(5)] == [1, 1, 1, 0.1, 0.1]
+    assert [cycle(1.0, 0.5, 0.2)(step) for step in range(5)] == [1, 0.5, 0.2, 1, 0.5]
+    with pytest.raises(ValueError, match="cycle: expected at least one value, got none"):
+        cycle()
 
 
 def test_residual_by_hand() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +16,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lightning_sparse.timing import time_alternating
 from lightning_sparse.version import __version__
+
+__all__ = [
+    "Row",
+    "add_options",
+    "free_bytes",
+    "print_table",
+    "pyplot",
+    "time_alternating",
+    "with_progress",
+    "write_json",
+]
 
 Row = dict[str, Any]
 
@@ -50,24 +59,6 @@ def pyplot() -> Any:
     return pyplot
 
 
-def time_alternating(
-    runs: dict[str, Callable[[], object]], repeats: int, device: torch.device, budget: float = math.inf
-) -> dict[str, float]:
-    """Median seconds of each run, timed in turns so that a slow moment of the machine meets all of them.
-
-    A run that has taken `budget` seconds sits out the later turns; each is timed at least once.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
-            if sum(seconds[name]) < budget:
-                taken = _seconds(run, device)
-                # The first turn warms caches up, and compiles kernels.
-                if turn:
-                    seconds[name].append(taken)
-    return {name: median(times) for name, times in seconds.items()}
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that new tensors may take on the device."""
     if device.type == "cuda":
@@ -88,12 +79,18 @@ def with_progress(title: str, cases: Sequence[Any], measure: Callable[[Any], Ite
     return rows
 
 
-def print_table(title: str, rows: Sequence[Row], formats: dict[str, Callable[[Any], str]]) -> None:
-    """Prints rows as one table; `formats` gives its columns, in order, and the text of a value."""
+def print_table(
+    title: str, rows: Sequence[Row], formats: dict[str, Callable[[Any], str]], wrapped: Sequence[str] = ()
+) -> None:
+    """Prints rows as one table; `formats` gives its columns, in order, and the text of a value.
+
+    Where they are too wide for the terminal, `wrapped` columns take more lines, or the numbers are cut.
+    """
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in formats:
         text = isinstance(rows[0][name], str)
-        table.add_column(name.replace("_", " "), justify="left" if text else "right", no_wrap=text)
+        table.add_column(name.replace("_", " "), justify="left" if text else "right", no_wrap=bool(wrapped) or text)
+        table.columns[-1].no_wrap &= name not in wrapped
     for row in rows:
         table.add_row(*(format_(row[name]) for name, format_ in formats.items()))
     Console().print(table)
@@ -110,21 +107,6 @@ def write_json(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     }
     versions = {"lightning_sparse": __version__, "torch": torch.__version__, "python": platform.python_version()}
     path.write_text(json.dumps({"machine": machine, "versions": versions, "rows": list(rows)}, indent=1) + "\n")
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    with torch.cuda.device(device):
-        first.record()
-        run()
-        last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1000
 
 
 def _processor() -> str:

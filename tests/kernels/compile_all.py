@@ -28,6 +28,9 @@ from lightning_sparse.kernels import (
     select,
 )
 
+# beside this script
+import block_cases  # isort: skip
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -73,6 +76,8 @@ COUNT = {
 }
 CHOOSE = {"counts_ptr": "*i64", "key_ptr": "*i32", "rank_ptr": "*i64"}
 MOMENTS = {"pieces_ptr": "*i64", "piece_of_block_ptr": "*i32", "parts_ptr": "*fp32", "blocks": "i32"}
+# what multiplies matrices: tensor cores of sm_80, sm_90 and sm_100, matrix cores of AMD
+MATRIX = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma"
 AMD_VERBS = {"ld": "load", "st": "store"}
 WIDE = {"indices_ptr": "*i64", "capacity": "i64", "entries": "i64"}
 # Every dtype of the pieces is a branch of one kernel, so a compilation covers them all.
@@ -123,13 +128,20 @@ def widened(signature, wide):
     return {name: WIDE.get(name, kind) if wide else kind for name, kind in signature.items()}
 
 
-def compile_for(target, kernel, signature, constants, warps):
+def all_cases(backend):
+    """(name, kernel, signature, constants, options of the compiler) of each variant, GEMM kernels last."""
+    for *case, warps in cases():
+        yield *case, {"num_warps": warps, "enable_fp_fusion": False}
+    yield from block_cases.cases(backend)
+
+
+def compile_for(target, kernel, signature, constants, options):
     attributes = {
         (position,): [["tt.divisibility", 16]] for position, kind in enumerate(signature.values()) if kind[0] == "*"
     }
     signature = signature | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel.compiled, signature, constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    return triton.compile(source, target=target, options=options)
 
 
 def needs_on_nvidia(compiled):
@@ -161,13 +173,14 @@ def widths(compiled, backend, verb):
     return [width for width in found if width >= 16]
 
 
-def needs(target, constants, warps, compiled):
+def needs(target, constants, options, compiled):
     found = needs_on_nvidia(compiled) if target.backend == "cuda" else needs_on_amd(compiled)
     found["shared"] = compiled.metadata.shared
+    found["matrix"] = sorted(set(re.findall(MATRIX, compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"])))
     if "ALIGNED" in constants:
         for name, verb, others in (("read", "ld", OTHER_DTYPES), ("written", "st", 0)):
             wide = sum(widths(compiled, target.backend, verb))
-            found[name] = wide * warps * target.warp_size / constants["BLOCK"] - others
+            found[name] = wide * options["num_warps"] * target.warp_size / constants["BLOCK"] - others
     return found
 
 
@@ -185,9 +198,9 @@ def markdown(result):
 if __name__ == "__main__":
     result = []
     for target_name, target in TARGETS.items():
-        for name, kernel, signature, constants, warps in cases():
-            compiled = compile_for(target, kernel, signature, constants, warps)
-            result.append({"kernel": name, "target": target_name} | needs(target, constants, warps, compiled))
+        for name, kernel, signature, constants, options in all_cases(target.backend):
+            compiled = compile_for(target, kernel, signature, constants, options)
+            result.append({"kernel": name, "target": target_name} | needs(target, constants, options, compiled))
             if constants.get("ALIGNED"):
                 floors = FLOORS[name.removesuffix("-aligned")]
                 result[-1] |= dict(zip(("floor_read", "floor_written"), floors, strict=True))

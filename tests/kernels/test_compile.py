@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,16 @@ COUNTS = ["count-31-20", "count-20-9", "count-9-0"]
 DENSE = ["accumulate_select", "difference_select", "select", "momentum_select", "moments", *COUNTS]
 ENTRIES = ["collect-x-int32", "collect-y-int32", "collect-x-y-int32", "collect-x-y-int64"]
 ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0"]
+ENTRIES += ["nm_prune-2-4", "nm_prune-4-16"]
+# block GEMMs of half types, which the tensor cores multiply
+HALF_GEMMS = ["block-forward-16-bf16", "block-forward-64-bf16", "block-transposed-64-bf16", "block-outer-64-bf16"]
+HALF_GEMMS += ["block-transposed-128-fp16", "block-outer-128-fp16", "block-forward-64-bf16-few"]
+HALF_GEMMS += ["block-forward-128-bf16-cut", "block-outer-64-bf16-cut"]
+FULL_GEMMS = ["block-forward-64-fp32", "block-transposed-128-fp32-cut", "block-outer-128-fp32"]
+# NVIDIA only
+ROUNDED_GEMMS = ["block-forward-64-tf32"]
+# tiles of fewer rows than a warp group multiplies at once
+SMALL_GEMMS = ["block-forward-64-bf16-few"]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +58,35 @@ def test_entry_kernels(needs, case, target):
     assert found["registers"] <= 128
 
 
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [*product(HALF_GEMMS + FULL_GEMMS, TARGETS), *product(ROUNDED_GEMMS, TARGETS[:3])],
+)
+def test_gemm_kernels(needs, case, target):
+    found = needs[f"{case}-{target}"]
+    assert found["spilled"] == 0
+    # what a program may have: of AMD's compute units, and of the others
+    assert found["shared"] <= (64 if target.startswith("gfx") else 99) * 1024
+
+
+@pytest.mark.parametrize("case", HALF_GEMMS + ROUNDED_GEMMS)
+def test_gemm_kernels_use_tensor_cores(needs, case):
+    assert needs[f"{case}-sm_80"]["matrix"] == ["mma.sync"]
+    assert needs[f"{case}-sm_90"]["matrix"] == (["mma.sync"] if case in SMALL_GEMMS else ["wgmma.mma_async"])
+
+
+@pytest.mark.parametrize("case", HALF_GEMMS)
+def test_gemm_kernels_use_matrix_cores(needs, case):
+    assert needs[f"{case}-gfx90a"]["matrix"] == needs[f"{case}-gfx942"]["matrix"] == ["v_mfma"]
+
+
+@pytest.mark.parametrize("case", FULL_GEMMS)
+def test_full_precision_is_not_left_to_tensor_cores(needs, case):
+    assert needs[f"{case}-sm_80"]["matrix"] == needs[f"{case}-sm_90"]["matrix"] == []
+
+
 def test_every_case_is_checked(needs):
     dense = {f"{op}-{alignment}" for op in DENSE for alignment in ("aligned", "unaligned")}
-    assert set(needs) == {f"{case}-{target}" for case in dense | set(ENTRIES) for target in TARGETS}
+    everywhere = dense | set(ENTRIES + HALF_GEMMS + FULL_GEMMS)
+    expected = {*product(everywhere, TARGETS), *product(ROUNDED_GEMMS, TARGETS[:3])}
+    assert set(needs) == {f"{case}-{target}" for case, target in expected}

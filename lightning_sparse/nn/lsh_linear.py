@@ -1,0 +1,290 @@
+"""LSHLinear: a wide output layer that trains on the classes that hash tables find."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
+from lightning_sparse.nn.adopt import adopt
+from lightning_sparse.nn.crossover import Case, Crossover, Run, Switch, crossover, rounded_up
+from lightning_sparse.nn.lsh_tables import LSHTables
+from lightning_sparse.nn.own_step import OwnStep
+from lightning_sparse.nn.work import Work
+from lightning_sparse.protocols import Schedule, Transport
+from lightning_sparse.random import Draw
+
+
+class LSHLinear(OwnStep, nn.Linear):
+    """`nn.Linear` for very many classes, whose training loss looks only at classes that are likely, and a few others.
+
+    `forward` gives all logits, as `nn.Linear` does. `loss` is the cross-entropy; in training it is estimated: tables of
+    hashed rows find the classes whose rows point where a sample points, and these, with the samples' targets, count
+    as they are; classes drawn at random stand for all others, with the weight that makes the normaliser unbiased.
+    Gradients of weight and bias are sparse COO tensors of the rows that took part, as `nn.Embedding(sparse=True)`
+    makes them: for `torch.optim.SparseAdam`, `SGD` or `Adagrad`. What is drawn follows from ``seed`` and ``step``.
+
+    Where the whole softmax was measured to be faster than the part that is active, all rows take part and the loss is
+    exact; `crossover.pinned(1)` forces the estimate, so that no timing decides.
+
+    With a ``transport`` rank r holds the rows of the classes r, r + w, r + 2 w, ..., and each rank brings its own
+    samples, equally many. Every rank must call `loss`, its backward pass and `predict`; `forward` gives the logits of
+    the rank's own classes. A step moves the samples, their gradients and a few numbers for each sample, whatever the
+    number of classes. Keep the layer's parameters out of DDP, which would average them: their gradients already are
+    those of the mean loss (`DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` names them).
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for `nn.Linear`; classes of all ranks.
+        tables: number of hash tables.
+        bits: bits of a hash code; by default buckets hold half of ``bucket`` rows on average.
+        bucket: rows taken of each bucket, at most.
+        tail: classes drawn at random in each step, on each rank; 0 leaves out what the tables do not find, which
+            underestimates the normaliser, as SLIDE does.
+        shared: whether every sample of a batch competes against what all of them found, at no further cost.
+        rebuild: steps from one hashing of all rows to the next, or a schedule of it.
+        redraw: hashings until the hash functions are drawn anew.
+        sparse: False makes dense gradients.
+        seed: of all draws.
+        transport: such as `communicators.ProcessGroup`, made after the default process group; None for one rank.
+
+    Attributes:
+        step: losses computed in training so far; `state_dict` carries it in its metadata.
+        work: multiply-adds of training; those of hashing count as done in the forward pass.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Source: Chen et al., "SLIDE", https://arxiv.org/abs/1903.03129, and Yan et al., "Distributed SLIDE Enables Training
+    Large Neural Networks on Low Bandwidth and Simple CPU-Clusters via Model Parallelism and Sparsity",
+    https://arxiv.org/abs/2201.12667. Ours are SimHash in sorted tables, the shared set, and the weight of the tail.
+
+    Example:
+        >>> layer = LSHLinear(16, 5000)
+        >>> x, target = torch.zeros(4, 16, requires_grad=True), torch.tensor([3, 1, 4, 1])
+        >>> layer.loss(x, target).backward()
+        >>> layer.weight.grad.is_sparse, layer(x).shape
+        (True, torch.Size([4, 5000]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        tables: int = 8,
+        bits: int | None = None,
+        bucket: int = 64,
+        tail: int = 2048,
+        shared: bool = True,
+        rebuild: int | Schedule = 50,
+        redraw: int = 20,
+        sparse: bool = True,
+        seed: int = 0,
+        transport: Transport | None = None,
+    ) -> None:
+        world_size, rank = (1, 0) if transport is None else (transport.world_size, transport.rank)
+        if out_features < world_size:
+            raise ValueError(f"LSHLinear: expected a class for each of {world_size} ranks, got {out_features}")
+        for name, value, least in (("bucket", bucket, 1), ("tail", tail, 0), ("redraw", redraw, 1)):
+            if value < least:
+                raise ValueError(f"LSHLinear: {name} must be at least {least}, got {value}")
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.transport = transport if world_size > 1 else None
+        rows = (out_features - rank + world_size - 1) // world_size
+        super().__init__(in_features, rows, bias, device, dtype)
+        self.out_features = out_features
+        bits = min(20, max(1, round(math.log2(max(2, 2 * rows / bucket))))) if bits is None else bits
+        self.bucket, self.tail, self.shared, self.rebuild, self.redraw = bucket, tail, shared, rebuild, redraw
+        self.sparse = sparse
+        self.tables = LSHTables(in_features, tables, bits, seed)
+        self.work = Work()
+        self._next, self._built = -1, 0
+        self._switch = Switch()
+        self._interval()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> LSHLinear:
+        """The layer on one rank with the parameters of a dense one, the same objects; ``options`` as for the class."""
+        bias = linear.bias is not None
+        return adopt(cls(linear.in_features, linear.out_features, bias, "meta", **options), linear)
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear`; ranks that share the classes draw from generators of their own."""
+        if self.world_size == 1:
+            return super().reset_parameters()
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        seed = Draw(self.seed, self.rank, "initial rows").below(2**63)
+        generator = torch.Generator(self.weight.device).manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-bound, bound, generator=generator)
+        return None
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, tables={self.tables.tables}, bits={self.tables.bits}, bucket={self.bucket},"
+            f" tail={self.tail}, shared={self.shared}, rank={self.rank}, world_size={self.world_size}"
+        )
+
+    @torch.compiler.disable
+    def loss(self, x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        """The cross-entropy, estimated in training and exact in evaluation.
+
+        Args:
+            x: [..., in_features] float.
+            target: [...] int64, classes.
+            reduction: "mean" over this rank's samples: a number; or "none": [...].
+
+        Raises:
+            ValueError: shapes, classes or the reduction do not fit; on every rank, if numbers of samples differ.
+        """
+        if reduction not in ("mean", "none"):
+            raise ValueError(f"LSHLinear: reduction must be 'mean' or 'none', got {reduction!r}")
+        if x.shape[:-1] != target.shape or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"LSHLinear: expected x [..., {self.in_features}] and targets [...], got {tuple(x.shape)} and"
+                f" {tuple(target.shape)}"
+            )
+        flat, wanted = x.reshape(-1, self.in_features).to(self.weight.dtype), target.reshape(-1)
+        everyone, targets = self._gathered(flat, wanted)
+        if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < self.out_features:
+            raise ValueError(
+                f"LSHLinear: targets must be in [0, {self.out_features}), got {int(targets.min())} to"
+                f" {int(targets.max())}"
+            )
+        active = self._active(everyone, targets) if self.training else self._all(targets)
+        with torch.autocast(x.device.type, enabled=False):
+            work = self.work if self.training else Work()
+            losses = active_cross_entropy(
+                flat, everyone, self.weight, self.bias, active, self.transport, work, self.sparse
+            )
+        return losses.mean() if reduction == "mean" else losses.view(target.shape)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """The class of the largest logit of all ranks, the lowest of equals on one rank: [...] int64 for [..., h]."""
+        flat = x.reshape(-1, self.in_features).to(self.weight.dtype)
+        everyone = flat if self.transport is None else self._exchanged(flat)
+        best, row = F.linear(everyone, self.weight, self.bias).max(1)
+        winner = row * self.world_size + self.rank
+        if self.transport is not None:
+            bests = self.transport.all_gather(best)  # [w, w b]
+            winners = self.transport.all_gather(winner)
+            winner = winners.gather(0, bests.argmax(0, keepdim=True)).view(self.world_size, -1)[self.rank]
+        return winner.view(x.shape[:-1])
+
+    def refresh(self) -> None:
+        """Hash all rows now, as after a change of the weights from outside."""
+        self.tables.build(
+            self.weight.detach(), self.bias if self.bias is None else self.bias.detach(), self._functions()
+        )
+        self._built += 1
+        self._next = self.step + self._interval()
+        self._count_hashing(self.weight)
+
+    def _count_hashing(self, x: Tensor) -> None:
+        self.work.forward.add(len(x), self.in_features * self.tables.tables * self.tables.bits, 0)
+
+    def _functions(self) -> int:
+        return self._built // self.redraw
+
+    def _interval(self) -> int:
+        steps = self.rebuild(self.step) if callable(self.rebuild) else self.rebuild
+        if steps < 1:
+            raise ValueError(f"LSHLinear: rebuild must be at least 1 step, got {steps} at step {self.step}")
+        return int(steps)
+
+    def _gathered(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples and targets of all ranks, in rank order."""
+        if self.transport is None:
+            return x.detach(), target
+        return self._exchanged(x.detach()), self.transport.all_gather(target.contiguous()).view(-1)
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        assert self.transport is not None
+        sizes = self.transport.all_gather(torch.tensor([len(x)], device=x.device)).view(-1).tolist()
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"LSHLinear: expected equally many samples on every rank, got {sizes}: drop the last batch"
+            )
+        return self.transport.all_gather(x.contiguous().view(-1)).view(-1, self.in_features)
+
+    def _all(self, targets: Tensor) -> Active:
+        return Active(None, torch.where(self._owned(targets), targets // self.world_size, -1), None)
+
+    def _owned(self, targets: Tensor) -> Tensor:
+        return targets % self.world_size == self.rank
+
+    @torch.no_grad()
+    def _active(self, x: Tensor, targets: Tensor) -> Active:
+        if self.step >= self._next or self.tables.order.device != self.weight.device:
+            self.refresh()
+        draw = Draw(self.seed, self.step, f"rank {self.rank}")
+        self.step += 1
+        rows, device = len(self.weight), self.weight.device
+        bits = draw.bits(self.tables.tables + self.tail, device)
+        found = self.tables.query(x, self.bucket, bits[: self.tables.tables])  # [w b, tables * bucket]
+        self._count_hashing(x)
+        owned = self._owned(targets)
+        own = torch.where(owned, targets // self.world_size, -1)
+        # one place behind the rows takes what is not there
+        likely, drawn = torch.zeros(2, rows + 1, dtype=torch.bool, device=device)
+        likely[found.flatten()] = True
+        likely[own] = True
+        drawn[bits[self.tables.tables :] % rows] = True
+        chosen = (likely | drawn)[:rows].nonzero().view(-1)  # [u]
+        if not self._switch.takes_sparse(len(chosen) / rows, self._crossover(len(x))):
+            return self._all(targets)
+        target = torch.where(owned, torch.searchsorted(chosen, own.clamp(min=0)), -1)
+        if self.shared:
+            certain = likely[chosen]  # [u]
+        else:
+            certain = torch.zeros(len(x), rows + 1, dtype=torch.bool, device=device)
+            certain.scatter_(1, torch.cat([found, own[:, None]], 1).remainder(rows + 1), True)
+            certain = certain[:, chosen]  # [w b, u]
+        return Active(chosen, target, _offset(certain, drawn[chosen], rows, self.weight.dtype))
+
+    def _crossover(self, batch: int) -> Crossover:
+        weight, rows = self.weight, rounded_up(batch)
+        case = Case.of("LSHLinear", weight, rows, len(weight), self.in_features)
+        return crossover(
+            case, lambda: _run(weight, rows, None), lambda density: _run(weight, rows, density), densities=(0.25, 1.0)
+        )
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        # the tables are of other rows
+        self._next = -1
+
+
+def _offset(certain: Tensor, drawn: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """What is added to logits: 0 where certain, log of the classes each stands for where drawn, else minus infinity."""
+    tail = drawn & ~certain
+    others = (rows - certain.sum(-1, keepdim=True)).to(dtype)
+    stands_for = (others / tail.sum(-1, keepdim=True).clamp(min=1)).log()
+    return torch.where(certain, 0.0, torch.where(tail, stands_for, -torch.inf))
+
+
+def _run(weight: Tensor, batch: int, density: float | None) -> Run:
+    """A loss and its backward pass over a fraction of the rows; over all of them, where they lie, without one."""
+    leaf = weight.detach().requires_grad_()
+    x = weight.new_zeros(batch, weight.shape[1])
+    rows = None
+    if density is not None:
+        rows = torch.linspace(0, len(weight) - 1, max(1, int(density * len(weight))), device=weight.device).long()
+    inputs = x.clone().requires_grad_()
+    active = Active(rows, torch.zeros(batch, dtype=torch.int64, device=weight.device), None)
+
+    def run() -> None:
+        with torch.enable_grad():
+            loss = active_cross_entropy(inputs, x, leaf, None, active, None, Work(), True).sum()
+            torch.autograd.grad(loss, [inputs, leaf])
+
+    return run

@@ -1,0 +1,12 @@
+"""The dtype that arithmetic takes place in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """That of autocast on the tensor's device, where it is on, else the tensor's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
