@@ -65,7 +65,7 @@ def block_matmul(
             x.shape[0], x.shape[1], y.shape[1], x.stride(0),
             BIAS=bias is not None, TRANSPOSED=transposed, WHOLE=whole, PRECISION=precision(x.dtype),
             WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=size.rows, BLOCK_K=size.slice,
-            num_warps=size.warps, num_stages=size.stages,
+            num_warps=size.warps, num_stages=size.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 

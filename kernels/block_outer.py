@@ -56,7 +56,7 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
         _block_outer_kernel[(layout.count,)](
             x, y, out, rows, cols, x.shape[0], x.shape[1], y.shape[1], x.stride(0), y.stride(0),
             WHOLE=whole, PRECISION=precision(x.dtype), WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=size.slice,
-            num_warps=size.warps, num_stages=size.stages,
+            num_warps=size.warps, num_stages=size.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ from lightning_sparse.nn.block_masks import block_norms, check_mask, largest_mas
 from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blocks_of_matrix, matrix_of_blocks
 from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Crossover, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.topology import move_parameter_, plan_moves
 from lightning_sparse.nn.work import Work
 
@@ -150,7 +151,7 @@ class BlockSparseLinear(nn.Module):
             bias = bias if bias is None else bias.to(dtype)
         return self._product(x.reshape(-1, self.in_features), weight, bias).view(*x.shape[:-1], self.out_features)
 
-    @torch.compiler.disable
+    @eager
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         watch = (self._dead_layout(), self._record) if self.records_dead_gradient else None
         sparse = self.density <= self._crossover(x).density
