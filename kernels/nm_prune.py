@@ -51,7 +51,8 @@ def nm_prune(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     if weight.numel():
         with torch.cuda.device_of(weight):
             _nm_prune_kernel[(-(-rows * groups // tile(m)),)](
-                weight, pruned, mask, rows, columns, groups, N=n, M=m, TILE=tile(m), num_warps=4, enable_fp_fusion=False,
+                weight, pruned, mask, rows, columns, groups, N=n, M=m, TILE=tile(m),
+                num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return pruned, mask
 
