@@ -67,6 +67,13 @@ class BlockLayout:
         """Block rows and block columns, live or not."""
         return -(-self.out_features // self.block), -(-self.in_features // self.block)
 
+    @property
+    def fits(self) -> bool:
+        """True where all blocks lie within the matrix, no two of them at one place."""
+        height, width = self.grid
+        inside = (self.rows >= 0) & (self.rows < height) & (self.cols >= 0) & (self.cols < width)
+        return bool(inside.all()) and (self.rows * width + self.cols).unique().numel() == self.count
+
     @cached_property
     def mask(self) -> Tensor:
         """[block rows, block columns] bool on the CPU: True where a block is stored."""

@@ -44,6 +44,7 @@ class BlockSparseLinear(nn.Module):
         work: multiply-adds done and skipped, see `Work`.
         records_dead_gradient: True makes backward sum the gradient of dead blocks into `dead_gradient`.
         dead_gradient: [dead, block, block] float32, in row-major order of the mask's dead blocks; None until recorded.
+            This rank's own, and scaled where a loss scaler is: average it over ranks as you do with gradients.
 
     Raises:
         ValueError: a size, density or mask that does not fit.
@@ -235,6 +236,11 @@ class BlockSparseLinear(nn.Module):
         sizes = self.out_features, self.in_features, self.block
         if rows is not None and cols is not None:
             layout = BlockLayout(rows.cpu().long(), cols.cpu().long(), *sizes)
+            if not layout.fits:
+                args[-1].append(
+                    f"{prefix}weight: expected blocks within {list(layout.grid)}, got others: another layer's"
+                )
+                return
             if layout.count != self._layout.count:
                 self.weight.data = self.weight.new_zeros(layout.count, self.block, self.block)
             self._set_layout(layout)

@@ -301,6 +301,19 @@ def test_state_dict():
     assert torch.equal(other(x), layer(x))
 
 
+def test_state_dict_of_another_layer():
+    layer, other = BlockSparseLinear(64, 64, block=16, density=0.5), BlockSparseLinear(32, 64, block=16, density=1.0)
+    before = layer.block_mask
+    other.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match=r"weight: expected blocks within \[4, 2\], got others"):
+        other.load_state_dict(layer.state_dict())
+    twice = layer.state_dict()
+    twice["block_rows"], twice["block_cols"] = twice["block_rows"] * 0, twice["block_cols"] * 0
+    with pytest.raises(RuntimeError, match=r"weight: expected blocks within \[4, 4\], got others"):
+        layer.load_state_dict(twice)
+    assert torch.equal(layer.block_mask, before)
+
+
 def test_state_dict_of_nn_linear():
     _, dense = make_pair(SHAPES["odd"])
     layer = BlockSparseLinear(75, 37, block=16, mask=make_mask(*SHAPES["odd"]), dtype=torch.float64)
