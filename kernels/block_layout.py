@@ -135,34 +135,6 @@ class BlockLayout:
         return self._visits[key]
 
 
-def check_block(owner: str, block: int) -> None:
-    """Raise ValueError unless `block` is one of `BLOCKS`."""
-    if block not in BLOCKS:
-        raise ValueError(f"{owner}: block must be one of {BLOCKS}, got {block}")
-
-
-def check_operand(name: str, x: Tensor, columns: int, like: Tensor) -> None:
-    """Raise unless x is [rows, columns] with the dtype and device of `like`."""
-    if x.dim() != 2 or x.shape[1] != columns:
-        raise ValueError(f"{name} must be [rows, {columns}], got {list(x.shape)}")
-    if x.dtype != like.dtype or x.device != like.device:
-        raise TypeError(f"{name} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}")
-
-
-def check_blocks(blocks: Tensor, layout: BlockLayout) -> None:
-    """Raise unless blocks are [n, block, block] as the layout says."""
-    want = [layout.count, layout.block, layout.block]
-    if list(blocks.shape) != want:
-        raise ValueError(f"blocks must be {want}, got {list(blocks.shape)}")
-
-
-def row_slices(layout: BlockLayout, row: int) -> tuple[slice, int]:
-    """The outputs of a block row, and how many they are."""
-    begin = row * layout.block
-    end = min(begin + layout.block, layout.out_features)
-    return slice(begin, end), end - begin
-
-
 def _as_slice(indices: Tensor) -> Tensor | slice:
     first = int(indices[0])
     run = torch.arange(first, first + indices.numel())

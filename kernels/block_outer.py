@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.block_layout import BlockLayout, check_operand, row_slices
-from lightning_sparse.kernels.block_matmul import ROWS, block_columns, stacked
+from lightning_sparse.kernels.block_checks import check_operand
+from lightning_sparse.kernels.block_gather import ROWS, block_columns, row_slices, stacked
+from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_tiles import is_whole, outer_tiles, precision, row_major, takes_kernel
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import interpreting

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.kernels.block_layout import BlockLayout, check_block
+from lightning_sparse.kernels.block_checks import check_block
+from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.nn.block_masks import block_norms, check_mask, largest_mask, random_mask
 from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blocks_of_matrix, matrix_of_blocks
 from lightning_sparse.nn.convert import UnsuitableError
