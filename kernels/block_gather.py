@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_sparse.kernels.block_layout import BlockLayout
 
 # rows of the operand that the CPU multiplies at a time: what it gathers then stays in the cache
-ROWS = 512
+ROWS = 256
 
 
 def block_columns(x: Tensor, layout: BlockLayout) -> Tensor:

@@ -24,7 +24,7 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
 
     With x the input of a layer and y the gradient of its output, these are the gradients of the layer's blocks, also of
     blocks that are not stored, if a layout names them. Sums run over the rows in order, in float32 (float64 for
-    float64), without atomics: the same bits in every call. On the CPU half types round every 512 rows.
+    float64), without atomics: the same bits in every call. On the CPU half types round every 256 rows.
 
     Args:
         x: [m, in_features] float32, bfloat16, float16 or float64.

@@ -82,8 +82,8 @@ def crossover(
     """The crossover of a case: measured when it is first asked for, then remembered.
 
     Measuring runs both paths in turns, at one density after the other, until the sparse path is the slower one, and
-    draws the line between the last two densities. Autocast is off meanwhile. While a CUDA graph is captured nothing
-    can be measured, and an unknown case answers with `NEVER`.
+    draws the line between the last two densities. Gradients are on and autocast is off meanwhile. While a CUDA graph is
+    captured nothing can be measured, and an unknown case answers with `NEVER`.
 
     Args:
         case: names what is measured.
@@ -96,7 +96,8 @@ def crossover(
     if case not in _known:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return NEVER
-        with torch.autocast(case.place.type, enabled=False):
+        # as in training, wherever the layer is first called
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(case.place.type, enabled=False):
             _known[case] = measure(case.place, dense(), sparse, densities)
     return _known[case]
 

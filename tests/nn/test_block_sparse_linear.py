@@ -178,6 +178,11 @@ def test_the_crossover_chooses_the_path():
     assert [(case.layer, case.shape) for case in known()] == [("BlockSparseLinear", (8, 64, 64, 16))]
     layer(torch.ones(7, 64))
     assert len(known()) == 1
+    with torch.inference_mode():
+        layer(torch.ones(1, 64))
+    with torch.no_grad():
+        layer(torch.ones(2, 64))
+    assert len(known()) == 3
 
 
 @pytest.mark.parametrize("crossover", PATHS.values(), ids=PATHS)
