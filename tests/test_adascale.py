@@ -262,7 +262,9 @@ class TestAdaScale:
 
     def test_what_cannot_be_estimated_is_refused(self) -> None:
         inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-        with pytest.raises(ValueError, match="expected at least 2 micro-batches a step, to tell noise from signal, got 1"):
+        with pytest.raises(
+            ValueError, match="expected at least 2 micro-batches a step, to tell noise from signal, got 1"
+        ):
             AdaScale(inner)
         with pytest.raises(ValueError, match="scale must be above 1, got 1"):
             AdaScale(inner, passes=2, scale=1)

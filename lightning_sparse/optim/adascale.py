@@ -72,7 +72,9 @@ class AdaScale(Optimizer):
         check_power(power)
         micro_batches = passes * world_size
         self.inner = optimizer
-        self.gain = Gain(len(optimizer.param_groups), micro_batches if scale is None else scale, micro_batches, smoothing)
+        self.gain = Gain(
+            len(optimizer.param_groups), micro_batches if scale is None else scale, micro_batches, smoothing
+        )
         self.power = power
         self.driven = False
         """Whether somebody else, such as ``AdaScaleLR``, keeps ``gain`` up to date."""
