@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.optim.adascale import AdaScale
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
 from lightning_sparse.sync import Gradients, Updates
 
@@ -35,7 +36,7 @@ OWN = (
 
 def is_linear(optimizer: Optimizer) -> bool:
     """Whether the step is linear in the gradient, so that delaying a part of it only delays its effect."""
-    return type(optimizer) is SGD
+    return type(optimizer.inner if isinstance(optimizer, AdaScale) else optimizer) is SGD
 
 
 def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:

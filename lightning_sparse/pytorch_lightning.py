@@ -6,6 +6,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.strategies import DDPStrategy
 
+from lightning_sparse.callbacks.adascale_lr import AdaScaleRule
 from lightning_sparse.callbacks.anchor_first import AnchorFirst
 from lightning_sparse.callbacks.density_monitor import Monitor
 from lightning_sparse.callbacks.progress_bar import TrafficBar
@@ -26,6 +27,10 @@ class DensityMonitor(Monitor, Callback):
 
 class SparseProgressBar(TrafficBar, RichProgressBar):
     __doc__ = TrafficBar.__doc__
+
+
+class AdaScaleLR(AdaScaleRule, Callback):
+    __doc__ = AdaScaleRule.__doc__
 
 
 class _AnchorFirst(AnchorFirst, Callback):

@@ -107,7 +107,7 @@ class TestGain:
     def test_the_state_goes_on_with_another_number_of_ranks(self) -> None:
         gain = Gain(1, 4, 4)
         feed(gain, draw(4, 50) + 0.1)
-        gain.advance()
+        gain.advance(gain.value)
         twice = Gain(1, 8, 8)
         twice.load_state_dict(gain.state_dict())
         # a base batch is one micro-batch in both

@@ -23,8 +23,8 @@ class AdaScale(Optimizer):
     Keep the learning rate and the schedule of the base batch: step schedulers to ``int(optimizer.gain.steps)`` and stop
     when that reaches the number of steps meant for the base batch. Under a Trainer, ``AdaScaleLR`` does all of it. In a
     loop of your own, call ``observe_pass`` behind every backward pass and before gradients are averaged over ranks;
-    ``observe_mean`` behind that, if gradients are clipped; then ``step`` and ``zero_grad``. Losses may be divided by the
-    number of passes or not. Put it around any sharding of optimizer states, not inside.
+    ``observe_mean`` behind that, if gradients are clipped; then ``step`` and ``zero_grad``. It makes no difference
+    whether losses are divided by the number of passes. Put it around any sharding of optimizer states, not inside.
 
     Args:
         optimizer: is stepped; ``param_groups``, ``state`` and ``defaults`` stay its own.
@@ -107,7 +107,7 @@ class AdaScale(Optimizer):
         """Behind the average over ranks, before clipping: look at the gradient that the step will take."""
         self._mean = group_squares(self.param_groups) / loss_scale**2
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Bring the gain up to date, and step. With more than one rank, every rank calls it."""
         loss = None
         if closure is not None:
@@ -121,7 +121,7 @@ class AdaScale(Optimizer):
         finally:
             self._rates.give_back()
         if is_made and not self.driven:
-            self.gain.advance()
+            self.gain.advance(self.gain.value)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -138,7 +138,7 @@ class AdaScale(Optimizer):
         """The other optimizer's, with the gain under ``"adascale"``."""
         return {**self.inner.state_dict(), "adascale": self.gain.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state of this class, or of the other optimizer alone."""
         state = dict(state_dict)
         gain = state.pop("adascale", None)

@@ -77,9 +77,9 @@ class Gain:
         more = [0.0] * (groups - len(self._means))
         self._variances, self._means = self._variances + more, self._means + more
 
-    def advance(self) -> None:
-        """Count a step that was made with the gain of now."""
-        self.steps += self.value
+    def advance(self, worth: float) -> None:
+        """Count a step that was made with this gain."""
+        self.steps += worth
 
     @property
     def value(self) -> float:

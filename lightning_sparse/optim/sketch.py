@@ -20,8 +20,8 @@ def sketch(vectors: Sequence[Tensor], owner: Sequence[int], groups: int, draw: D
     """Sums, with random signs, of the blocks of WIDTH entries that flat vectors are cut into: [groups, WIDTH] float32.
 
     Linear in the vectors, so the mean over ranks of their sketches is the sketch of their mean, if they draw alike. Its
-    squared norm is that of the vectors, without bias, with a standard deviation of sqrt(2 / WIDTH) = 6 % of it, unless a
-    few entries rule that fall on the same place. Reads each vector, writes one of its size, and reads that.
+    squared norm is that of the vectors, without bias, with a standard deviation of sqrt(2 / WIDTH) = 6 % of it, unless
+    a few entries rule that fall on the same place. Reads each vector, writes one of its size, and reads that.
 
     Args:
         vectors: [n] each, of any float type.
