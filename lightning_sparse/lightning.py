@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sparse.callbacks.adascale_lr import AdaScaleRule
 from lightning_sparse.callbacks.anchor_first import AnchorFirst
+from lightning_sparse.callbacks.auto_warmup import AutoWarmupRule
 from lightning_sparse.callbacks.density_monitor import Monitor
 from lightning_sparse.callbacks.progress_bar import TrafficBar
 from lightning_sparse.strategy import SparseDDP
@@ -31,6 +32,10 @@ class SparseProgressBar(TrafficBar, RichProgressBar):
 
 class AdaScaleLR(AdaScaleRule, Callback):
     __doc__ = AdaScaleRule.__doc__
+
+
+class AutoWarmup(AutoWarmupRule, Callback):
+    __doc__ = AutoWarmupRule.__doc__
 
 
 class _AnchorFirst(AnchorFirst, Callback):

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_sparse.pytorch_lightning import (
         AdaScaleLR,
+        AutoWarmup,
         DensityMonitor,
         SparseProgressBar,
     )
 
 __all__ = [
     "AdaScaleLR",
+    "AutoWarmup",
     "DensityMonitor",
     "SparseProgressBar",
 ]
