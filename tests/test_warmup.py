@@ -98,8 +98,7 @@ def test_lands_at_the_bottom_of_a_v_shortly_behind_it(noise: float, seed: int) -
 @pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])
 @pytest.mark.parametrize("falling", [lambda r, t: 3 - 2 * t / TOTAL, lambda r, t: 0.5 + 2 * math.exp(-4 * t / TOTAL)])
 def test_never_decides_on_a_falling_loss(falling: Callable[[float, int], float], noise: float) -> None:
-    for seed in range(2):
-        assert search(falling, noise, seed).end == TOTAL // 2
+    assert search(falling, noise).end == TOTAL // 2
 
 
 @pytest.mark.parametrize("end", [math.nan, math.inf, 1e30])

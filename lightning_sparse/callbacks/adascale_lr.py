@@ -89,7 +89,7 @@ class AdaScaleRule(RulesRates):
         optimizer = bare_optimizer(trainer, "AdaScaleLR")
         _check_schedulers(trainer)
         self._optimizer = optimizer
-        self._passes, self._accumulated = 0, trainer.accumulate_grad_batches
+        self._passes, self._accumulated = 0, _accumulated(trainer)
         wrapper = optimizer.gain if isinstance(optimizer, AdaScale) else None
         self._base = 1.0 if wrapper is None else wrapper.micro_batches / wrapper.scale
         if self.scale is not None:
@@ -215,6 +215,14 @@ class AdaScaleRule(RulesRates):
             handle.remove()
         self._optimizer = self._source = self._pending = self._last = None
         self._handles, self._rates = [], Borrowed()
+
+
+def _accumulated(trainer: Any) -> int:
+    """Passes of the first step, also where a callback will set them when the epoch begins."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            return int(callback.get_accumulate_grad_batches(trainer.current_epoch))
+    return int(trainer.accumulate_grad_batches)
 
 
 def _check_schedulers(trainer: Any) -> None:
