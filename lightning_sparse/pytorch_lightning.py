@@ -8,6 +8,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_sparse.callbacks.anchor_first import AnchorFirst
 from lightning_sparse.callbacks.density_monitor import Monitor
+from lightning_sparse.callbacks.large_batch_lr import BatchLR
 from lightning_sparse.callbacks.progress_bar import TrafficBar
 from lightning_sparse.strategy import SparseDDP
 
@@ -22,6 +23,10 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
 
 class DensityMonitor(Monitor, Callback):
     __doc__ = Monitor.__doc__
+
+
+class LargeBatchLR(BatchLR, Callback):
+    __doc__ = BatchLR.__doc__
 
 
 class SparseProgressBar(TrafficBar, RichProgressBar):

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_sparse.pytorch_lightning import DensityMonitor, SparseProgressBar
+    from lightning_sparse.pytorch_lightning import (
+        DensityMonitor,
+        LargeBatchLR,
+        SparseProgressBar,
+    )
 
-__all__ = ["DensityMonitor", "SparseProgressBar"]
+__all__ = [
+    "DensityMonitor",
+    "LargeBatchLR",
+    "SparseProgressBar",
+]
 
 
 def __getattr__(name: str) -> Any:
