@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.kernels.adam import Adam, adam_update, moved
 from lightning_sparse.kernels.addresses import load_block, locate
 from lightning_sparse.kernels.jit import jit
-from lightning_sparse.kernels.norms import join
+from lightning_sparse.kernels.norms import join, squares_torch
 from lightning_sparse.kernels.path import use_triton
 from lightning_sparse.kernels.pieces import device_table, is_aligned, piece_tables
 from lightning_sparse.kernels.weights import batches, check_moments, take
@@ -73,18 +73,15 @@ def lamb_norms_torch(
     adam: Adam,
 ) -> Tensor:
     """`lamb_norms` with foreach operations, batch by batch."""
-    owners, squares = [], []
+    sums = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
     for batch in batches(weights):
         wide = [x.float() for x in take(weights, batch)]
-        m, v = (torch._foreach_add(take(x, batch), 0) for x in (firsts, seconds))
-        update = moved(wide, take(gradients, batch), list(m), list(v), adam)
-        pairs = [torch.stack(torch._foreach_norm(x, 2)) for x in (wide, update)]
-        squares.append(torch.stack(pairs).double().square())  # [2, cuts]
-        owners += [piece for piece, _, _ in batch]
-    lengths = torch.bincount(torch.tensor(owners), minlength=len(weights)).to(weights[0].device)
-    rows = torch.cat(squares, 1)
-    sums = [torch.segment_reduce(row.contiguous(), "sum", lengths=lengths, unsafe=True, initial=0) for row in rows]
-    return torch.stack(sums).sqrt().float()
+        m, v = (list(torch._foreach_add(take(x, batch), 0)) for x in (firsts, seconds))
+        update = moved(wide, take(gradients, batch), m, v, adam)
+        squares = torch.stack([squares_torch(wide), squares_torch(update)])  # [2, cuts]
+        for i, (piece, _, _) in enumerate(batch):
+            sums[:, piece] += squares[:, i]
+    return sums.sqrt().float()
 
 
 @jit

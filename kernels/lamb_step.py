@@ -33,8 +33,8 @@ def lamb_step_(
 ) -> None:
     """Moves the moments on and the weights by ``-scale * update``, in place, with the update of `lamb_norms`.
 
-    Each product, sum, quotient and root is rounded to fp32, one by one: the same bits on every path. Half-precision
-    weights are rounded once, at the end.
+    Each product, sum and quotient is rounded to fp32, one by one, alike on every path; a root may differ in its last
+    bit. Half-precision weights are rounded once, at the end.
 
     Args:
         weights: [numel of piece] fp32, bf16 or fp16 each. Modified in place.

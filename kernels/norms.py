@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BLOCK = 4096
 CHUNK = 256
 SLICE = 1 << 17
+ROW = 512
 
 
 @torch.no_grad()
@@ -54,12 +55,21 @@ def norms(vectors: Sequence[Tensor], fused: bool = True) -> Tensor:
 
 
 def norms_torch(vectors: Sequence[Tensor]) -> Tensor:
-    """`norms` with foreach operations, in slices of 131072 entries."""
-    counts = [-(-x.numel() // SLICE) for x in vectors]
-    slices = [part for x in vectors if x.numel() for part in x.split(SLICE)]
-    parts = torch.stack(torch._foreach_norm(slices, 2, torch.float32)).double().square()  # [slices]
-    lengths = torch.tensor(counts, device=parts.device)
-    return torch.segment_reduce(parts, "sum", lengths=lengths, unsafe=True, initial=0).sqrt().float()
+    """`norms` with foreach operations; on the CPU the rows of large pieces first, slice by slice."""
+    return squares_torch(vectors).sqrt().float()
+
+
+def squares_torch(vectors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each piece: [pieces] fp64."""
+    if vectors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(list(vectors), 2, torch.float32)).double().square()
+    # a long sum in fp32 lanes drifts, so rows of it are taken apart and joined in fp64
+    tails = [x[x.numel() // ROW * ROW :] for x in vectors]
+    sums = torch.stack(torch._foreach_norm(tails, 2, torch.float32)).double().square()
+    for i, x in enumerate(vectors):
+        for part in x[: x.numel() // ROW * ROW].split(SLICE) if x.numel() >= ROW else ():
+            sums[i] += torch.linalg.vector_norm(part.float().view(-1, ROW), dim=1).double().square().sum()
+    return sums
 
 
 def join(parts: Tensor, first_block: Sequence[int]) -> Tensor:
