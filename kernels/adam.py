@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.jit import jit
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 class Adam(NamedTuple):
@@ -52,11 +49,6 @@ def moved(
 
 
 @jit
-def adam_update(  # type: ignore[no-untyped-def]
-    weight, gradient, m, v, beta1, share1, beta2, share2, first_scale, second_scale, eps, decay
-):
-    """The update and both moments: [BLOCK] fp32 each."""
-    m = beta1 * m + share1 * gradient
-    v = beta2 * v + share2 * (gradient * gradient)
-    update = tl.div_rn(first_scale * m, tl.sqrt_rn(second_scale * v) + eps)
-    return update + decay * weight, m, v
+def moment(x, new, beta, share):  # type: ignore[no-untyped-def]
+    """The running mean x with a share of what is new."""
+    return beta * x + share * new

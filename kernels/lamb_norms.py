@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.adam import Adam, adam_update, moved
+from lightning_sparse.kernels.adam import Adam, moment, moved
 from lightning_sparse.kernels.addresses import load_block, locate
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.norms import join, squares_torch
@@ -94,11 +94,10 @@ def _lamb_norms_kernel(  # type: ignore[no-untyped-def]
     row = others_ptr + 2 * tl.load(piece_of_block_ptr + block)
     weight = load_block(address, kind, piece, ALIGNED, BLOCK)
     gradient = load_block(tl.load(row), kind, piece, ALIGNED, BLOCK)
-    m = load_block(first_address, 0, piece, ALIGNED, BLOCK)
-    v = load_block(tl.load(row + 1), 0, piece, ALIGNED, BLOCK)
-    update, m, v = adam_update(
-        weight, gradient, m, v, beta1, share1, beta2, share2, first_scale, second_scale, eps, decay
-    )
+    v = moment(load_block(tl.load(row + 1), 0, piece, ALIGNED, BLOCK), gradient * gradient, beta2, share2)
+    m = moment(load_block(first_address, 0, piece, ALIGNED, BLOCK), gradient, beta1, share1)
+    update = tl.div_rn(first_scale * m, tl.sqrt_rn(second_scale * v) + eps)
+    update += decay * weight
     # beyond the piece's end everything was loaded as zero, and 0 / (0 + eps) is zero only where eps is not
     update = tl.where(piece[2] + tl.arange(0, BLOCK) < piece[1], update, 0)
     tl.store(parts_ptr + block, tl.sum(weight * weight, 0))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.adam import Adam, adam_update, moved
+from lightning_sparse.kernels.adam import Adam, moment, moved
 from lightning_sparse.kernels.addresses import load_block, locate, store_block, store_rounded
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import use_triton
@@ -94,13 +94,14 @@ def _lamb_step_kernel(  # type: ignore[no-untyped-def]
     piece, address, kind, first_address = locate(pieces_ptr, piece_of_block_ptr, block, BLOCK)
     index = tl.load(piece_of_block_ptr + block)
     second_address = tl.load(others_ptr + 2 * index + 1)
-    weight = load_block(address, kind, piece, ALIGNED, BLOCK)
     gradient = load_block(tl.load(others_ptr + 2 * index), kind, piece, ALIGNED, BLOCK)
-    m = load_block(first_address, 0, piece, ALIGNED, BLOCK)
-    v = load_block(second_address, 0, piece, ALIGNED, BLOCK)
-    update, m, v = adam_update(
-        weight, gradient, m, v, beta1, share1, beta2, share2, first_scale, second_scale, eps, decay
-    )
-    store_block(first_address, m, piece, ALIGNED, BLOCK)
+    # one vector after the other: all four at once would take more than 128 registers a thread
+    v = moment(load_block(second_address, 0, piece, ALIGNED, BLOCK), gradient * gradient, beta2, share2)
     store_block(second_address, v, piece, ALIGNED, BLOCK)
-    store_rounded(address, kind, weight - tl.load(scale_ptr + index) * update, piece, ALIGNED, BLOCK)
+    below = tl.sqrt_rn(second_scale * v) + eps
+    m = moment(load_block(first_address, 0, piece, ALIGNED, BLOCK), gradient, beta1, share1)
+    store_block(first_address, m, piece, ALIGNED, BLOCK)
+    update = tl.div_rn(first_scale * m, below)
+    weight = load_block(address, kind, piece, ALIGNED, BLOCK)
+    weight -= tl.load(scale_ptr + index) * (update + decay * weight)
+    store_rounded(address, kind, weight, piece, ALIGNED, BLOCK)
