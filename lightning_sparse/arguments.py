@@ -84,6 +84,17 @@ def check_unused(exchange: Gradients | Updates, codec: Codec, kwargs: dict[str, 
         )
 
 
+def check_optimizers(exchange: Gradients | Updates, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError on an optimizer that divides its work over ranks beside ``Updates``."""
+    for optimizer in optimizers:
+        optimizer = optimizer.inner if isinstance(optimizer, AdaScale) else optimizer
+        if isinstance(exchange, Updates) and getattr(getattr(optimizer, "operator", None), "replicated", False):
+            raise ValueError(
+                f"SparseDDPStrategy: expected no PTO() with Updates, whose ranks step on gradients of their own, got"
+                f" one in {type(optimizer).__name__}: use exchange=Gradients(), or no operator"
+            )
+
+
 def check_parameters(module: nn.Module) -> None:
     """Raise unless there is something to train, of types that the exchange carries.
 

@@ -10,6 +10,7 @@ from lightning_sparse.callbacks.adascale_lr import AdaScaleRule
 from lightning_sparse.callbacks.anchor_first import AnchorFirst
 from lightning_sparse.callbacks.auto_warmup import AutoWarmupRule
 from lightning_sparse.callbacks.density_monitor import Monitor
+from lightning_sparse.callbacks.large_batch_lr import BatchLR
 from lightning_sparse.callbacks.progress_bar import TrafficBar
 from lightning_sparse.strategy import SparseDDP
 
@@ -24,6 +25,10 @@ class SparseDDPStrategy(SparseDDP, DDPStrategy):
 
 class DensityMonitor(Monitor, Callback):
     __doc__ = Monitor.__doc__
+
+
+class LargeBatchLR(BatchLR, Callback):
+    __doc__ = BatchLR.__doc__
 
 
 class SparseProgressBar(TrafficBar, RichProgressBar):

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         lambda home: [home.AutoWarmup(), home.AdaScaleLR()],
         sgd,
         {"accumulate_grad_batches": 2},
-        "AutoWarmup: expected to be the only callback that rules the learning rate, got AdaScaleLR beside it",
+        "AutoWarmup: expected to be alone in setting the learning rate, got AdaScaleLR too",
     ),
     "wrapper": (
         lambda home: [home.AutoWarmup()],

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         AdaScaleLR,
         AutoWarmup,
         DensityMonitor,
+        LargeBatchLR,
         SparseProgressBar,
     )
 
@@ -16,6 +17,7 @@ __all__ = [
     "AdaScaleLR",
     "AutoWarmup",
     "DensityMonitor",
+    "LargeBatchLR",
     "SparseProgressBar",
 ]
 

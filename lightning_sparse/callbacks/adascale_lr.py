@@ -14,17 +14,17 @@ from lightning_sparse.callbacks.norms import (
     TappedGradients,
     parameter_names,
 )
-from lightning_sparse.callbacks.rates import RulesRates, bare_optimizer
+from lightning_sparse.callbacks.rates import bare_optimizer, check_alone
+from lightning_sparse.callbacks.scaled_steps import ScaledSteps
 from lightning_sparse.optim.adascale import AdaScale, check_power
 from lightning_sparse.optim.gain import Gain, check_scale
-from lightning_sparse.optim.rates import Borrowed
 from lightning_sparse.strategy import SparseDDP
 from lightning_sparse.sync.gradients import GradientsTap
 
 log = logging.getLogger(__name__)
 
 
-class AdaScaleRule(RulesRates):
+class AdaScaleRule:
     """Multiplies each group's learning rate by its gain, for every step, and counts steps by what they are worth.
 
     Keep learning rate, schedule and ``max_steps`` of the base batch, and train on more ranks or with more accumulation:
@@ -60,6 +60,8 @@ class AdaScaleRule(RulesRates):
         1.0
     """
 
+    owns_learning_rate = True
+
     def __init__(
         self,
         scale: float | None = None,
@@ -76,16 +78,15 @@ class AdaScaleRule(RulesRates):
         """What is known now; of the last ``fit`` behind it."""
         self._loaded: Mapping[str, Any] | None = None
         self._optimizer: Any = None
-        self._handles: list[Any] = []
+        self._scaled: ScaledSteps | None = None
         self._source: Source | None = None
         self._pending: Callable[[], Norms] | None = None
-        self._rates = Borrowed()
         self._last: int | None = None
         self._base, self._passes, self._accumulated = 1.0, 0, 1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._release()
-        self.check_alone(trainer)
+        check_alone(self, trainer)
         optimizer = bare_optimizer(trainer, "AdaScaleLR")
         _check_schedulers(trainer)
         self._optimizer = optimizer
@@ -100,10 +101,7 @@ class AdaScaleRule(RulesRates):
         if isinstance(optimizer, AdaScale):
             optimizer.driven = True
         else:
-            self._handles = [
-                optimizer.register_step_pre_hook(lambda *_: self._borrow()),
-                optimizer.register_step_post_hook(lambda *_: self._rates.give_back()),
-            ]
+            self._scaled = ScaledSteps(optimizer, self._factors, lambda: None)
         self._last = self.steps if self.steps is not None else trainer.max_steps if trainer.max_steps > 0 else None
         trainer.should_stop |= self._is_over()
         if trainer.is_global_zero:
@@ -183,10 +181,10 @@ class AdaScaleRule(RulesRates):
             return TappedGradients(lambda: optimizer.param_groups, names, strategy.tap, strategy.reducer)
         return OwnGradients(lambda: optimizer.param_groups, strategy.tap, strategy.reducer)
 
-    def _borrow(self) -> None:
-        groups = self._optimizer.param_groups
-        self.gain.grow(len(groups))
-        self._rates.multiply(groups, [self.gain.of_group(at) ** self.power for at in range(len(groups))])
+    def _factors(self) -> list[float]:
+        groups = len(self._optimizer.param_groups)
+        self.gain.grow(groups)
+        return [self.gain.of_group(at) ** self.power for at in range(groups)]
 
     def _drive(self, trainer: Any, pl_module: Any) -> None:
         """Step schedulers, which Lightning has stepped once, to the scale-invariant steps that were made."""
@@ -211,10 +209,9 @@ class AdaScaleRule(RulesRates):
 
     def _release(self) -> None:
         """Let go of the run: what is left can be read, pickled and used for the next one."""
-        for handle in self._handles:
-            handle.remove()
-        self._optimizer = self._source = self._pending = self._last = None
-        self._handles, self._rates = [], Borrowed()
+        if self._scaled is not None:
+            self._scaled.close()
+        self._optimizer = self._scaled = self._source = self._pending = self._last = None
 
 
 def _accumulated(trainer: Any) -> int:

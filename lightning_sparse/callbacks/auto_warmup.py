@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.callbacks.rates import RulesRates, bare_optimizer
+from lightning_sparse.callbacks.rates import bare_optimizer, check_alone
 from lightning_sparse.optim.adascale import AdaScale
 from lightning_sparse.optim.warmup import Warmup, check_warmup
 
 log = logging.getLogger(__name__)
 
 
-class AutoWarmupRule(RulesRates):
+class AutoWarmupRule:
     """Lets the learning rate grow exponentially until the loss minimum is past, then lets it fall along a cosine.
 
     Every ``test_every`` steps a Gaussian process is fitted to the training losses so far, averaged over ranks. When
@@ -53,6 +53,8 @@ class AutoWarmupRule(RulesRates):
         1e-05
     """
 
+    owns_learning_rate = True
+
     def __init__(
         self,
         lr_min: float = 1e-5,
@@ -85,7 +87,7 @@ class AutoWarmupRule(RulesRates):
         self._passes = self._seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.check_alone(trainer)
+        check_alone(self, trainer)
         optimizer = bare_optimizer(trainer, "AutoWarmup")
         if isinstance(optimizer, AdaScale):
             raise ValueError(

@@ -1,22 +1,18 @@
-"""Who rules the learning rate: one callback at a time."""
+"""Who owns the learning rate: one callback at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class RulesRates:
-    """Marks callbacks that set or scale the learning rates of a run."""
-
-    def check_alone(self, trainer: Any) -> None:
-        """Raise ValueError if another callback rules the learning rates as well."""
-        others = [x for x in trainer.callbacks if isinstance(x, RulesRates) and x is not self]
-        if others:
-            mine, theirs = type(self).__name__, type(others[0]).__name__
-            raise ValueError(
-                f"{mine}: expected to be the only callback that rules the learning rate, got {theirs} beside it:"
-                f" both would change it for the same reason; keep one of them"
-            )
+def check_alone(callback: Any, trainer: Any) -> None:
+    """Raise ValueError if another callback sets or scales the learning rates as well."""
+    others = [x for x in trainer.callbacks if x is not callback and getattr(x, "owns_learning_rate", False)]
+    if others:
+        raise ValueError(
+            f"{type(callback).__name__}: expected to be alone in setting the learning rate, got"
+            f" {type(others[0]).__name__} too: use one of them"
+        )
 
 
 def bare_optimizer(trainer: Any, owner: str) -> Any:

@@ -55,6 +55,8 @@ class AdaScale(Optimizer):
         ([0.0, 0.0], 0.5)
     """
 
+    owns_learning_rate = True
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -9,8 +9,9 @@ import pytest
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx90a", "gfx942"]
 COUNTS = ["count-31-20", "count-20-9", "count-9-0"]
 DENSE = ["accumulate_select", "difference_select", "select", "momentum_select", "moments", *COUNTS]
+DENSE += ["norms", "lars_step", "lamb_norms", "lamb_step"]
 ENTRIES = ["collect-x-int32", "collect-y-int32", "collect-x-y-int32", "collect-x-y-int64"]
-ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0"]
+ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0", "join"]
 
 
 @pytest.fixture(scope="module")
