@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from train_lm import CONTEXT, GPT, VALIDATION_BATCH, VALIDATION_WINDOWS
 
-from lightning_sparse.callbacks import LargeBatchLR
+from lightning_sparse.callbacks import AdaScaleLR, AutoWarmup, LargeBatchLR
 
 Row = dict[str, Any]
 FACTORS = [1, 4, 16]
@@ -58,6 +58,7 @@ class Rule:
 
     callbacks: Callable[[Setting], list[Callback]]
     is_scale_invariant: bool = False
+    is_schedule: bool = False  # takes the place of the model's own
 
 
 def large_batch(rule: str) -> Rule:
@@ -69,6 +70,9 @@ RULES: dict[str, Rule] = {
     "none": Rule(lambda setting: []),
     "linear": large_batch("linear"),
     "sqrt": large_batch("sqrt"),
+    "adascale": Rule(lambda setting: [AdaScaleLR()], is_scale_invariant=True),
+    "adascale-sqrt": Rule(lambda setting: [AdaScaleLR(power=0.5)], is_scale_invariant=True),
+    "autowu": Rule(lambda setting: [AutoWarmup(lr_max=10.0)], is_schedule=True),
 }
 
 
@@ -142,6 +146,9 @@ def train(name: str, rule: str, factor: int, seed: int) -> Row:
     base_steps = len(loaders[0]) * example.epochs
     setting = Setting(example.base_batch, factor, example.epochs, base_steps)
     module = example.model(base_steps if RULES[rule].is_scale_invariant else setting.steps)
+    if RULES[rule].is_schedule:
+        optimizers, _ = module.configure_optimizers()
+        module.configure_optimizers = lambda: optimizers
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -280,7 +287,8 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--examples", nargs="+", choices=list(EXAMPLES), default=["lm", "digits"])
-    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    rules = [name for name in RULES if name != "adascale-sqrt"]
+    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=rules, help="all but one by default")
     parser.add_argument("--factors", nargs="+", type=int, default=FACTORS, help="batches over the base batch; with 1")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")

@@ -50,6 +50,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = set(sys.modules)
     yield importlib.import_module
     for name in {
+        "adascale_compression",
         "cli",
         "common",
         "corpus",
@@ -226,6 +227,20 @@ def test_large_batch_keeps_finished_runs_and_compares_with_the_base_batch(
     table = capsys.readouterr().out
     for row in rows[1:]:
         assert f"{row['val_loss']:.4f} ({row['val_loss'] / rows[0]['val_loss'] - 1:+.1%})" in table
+
+
+def test_compression_shows_in_the_mean_that_arrives_and_not_in_sketches(load: Any) -> None:
+    module = load("adascale_compression")
+    options = argparse.Namespace(ranks=2, steps=40, over=20, lr=0.02, seed=0)
+    got = module.row("gradients", 0.01, options)
+    # of about 20 sketches, 6 % each
+    assert got["sketch_variance"] == pytest.approx(got["exact_variance"], rel=0.06)
+    assert got["sketch_gain"] == pytest.approx(got["exact_gain"], rel=0.06)
+    assert got["exact_gain"] > 1.5
+    assert got["arrived_gain"] < 1.2
+    dense = module.row("dense", 1.0, options)
+    assert dense["arrived_gain"] == pytest.approx(dense["exact_gain"])
+    assert "arrived_gain" not in module.row("updates", 0.01, options)
 
 
 def test_large_batch_marks_what_is_within_three_per_cent(load: Any) -> None:
