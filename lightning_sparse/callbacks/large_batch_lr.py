@@ -105,6 +105,8 @@ class BatchLR:
         self._steps = [self._follow(trainer, *pair) for pair in zip(trainer.optimizers, self._ramps, strict=True)]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for steps in self._steps:
+            steps.restore()
         # behind the hooks of an epoch's start, which may have changed the accumulation
         self._aim(trainer)
 

@@ -23,13 +23,15 @@ class ScaledSteps:
     def __init__(self, optimizer: Optimizer, factor: Callable[[], float], stepped: Callable[[], None]) -> None:
         self._optimizer, self._factor, self._stepped = optimizer, factor, stepped
         self._own: list[Any] | None = None
+        self._depth = 0
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._scale()),
             optimizer.register_step_post_hook(lambda *_: self._end()),
         ]
 
     def restore(self) -> None:
-        """Put back the groups' own rates, if a step was left by an exception."""
+        """Between steps: put back the groups' own rates, if a step was left by an exception."""
+        self._depth = 0
         own, self._own = self._own, None
         if own is not None:
             for group, lr in zip(self._optimizer.param_groups, own, strict=False):
@@ -42,13 +44,17 @@ class ScaledSteps:
             handle.remove()
 
     def _scale(self) -> None:
-        # a step inside a step, or the next one after an exception
-        self.restore()
+        # torch calls the hooks again where a subclass calls the step of its parent
+        self._depth += 1
+        if self._depth > 1:
+            return
         factor = self._factor()
         self._own = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = group["lr"] * factor
 
     def _end(self) -> None:
-        self.restore()
-        self._stepped()
+        self._depth -= 1
+        if self._depth == 0:
+            self.restore()
+            self._stepped()
