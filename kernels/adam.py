@@ -27,17 +27,17 @@ class Adam(NamedTuple):
 
 
 def moved(
-    wide: list[Tensor], gradients: Sequence[Tensor], m: list[Tensor], v: list[Tensor], adam: Adam
-) -> list[Tensor]:
-    """The update from fp32 weights, with moments m and v moved on in place: [numel of cut] fp32 each."""
+    wide: list[Tensor], gradients: Sequence[Tensor], firsts: list[Tensor], seconds: list[Tensor], adam: Adam
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The update from fp32 weights and the moments moved on, [numel of cut] fp32 each; nothing is changed in place."""
     beta1, share1, beta2, share2, first_scale, second_scale, eps, decay = adam.numbers()
     g = [x.float() for x in gradients]
     # products apart from sums: `add` with a factor would round the two once
-    torch._foreach_mul_(m, beta1)
+    m = torch._foreach_mul(firsts, beta1)
     torch._foreach_add_(m, torch._foreach_mul(g, share1))
     squares = torch._foreach_mul(g, g)
     torch._foreach_mul_(squares, share2)
-    torch._foreach_mul_(v, beta2)
+    v = torch._foreach_mul(seconds, beta2)
     torch._foreach_add_(v, squares)
     below = torch._foreach_mul(v, second_scale)
     torch._foreach_sqrt_(below)
@@ -45,7 +45,7 @@ def moved(
     update = torch._foreach_mul(m, first_scale)
     torch._foreach_div_(update, below)
     torch._foreach_add_(update, torch._foreach_mul(wide, decay))
-    return list(update)
+    return list(update), list(m), list(v)
 
 
 @jit

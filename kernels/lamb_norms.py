@@ -73,15 +73,17 @@ def lamb_norms_torch(
     adam: Adam,
 ) -> Tensor:
     """`lamb_norms` with foreach operations, batch by batch."""
-    sums = torch.zeros(2, len(weights), dtype=torch.float64, device=weights[0].device)
+    owners: list[int] = []
+    squares = []
     for batch in batches(weights):
         wide = [x.float() for x in take(weights, batch)]
-        m, v = (list(torch._foreach_add(take(x, batch), 0)) for x in (firsts, seconds))
-        update = moved(wide, take(gradients, batch), m, v, adam)
-        squares = torch.stack([squares_torch(wide), squares_torch(update)])  # [2, cuts]
-        for i, (piece, _, _) in enumerate(batch):
-            sums[:, piece] += squares[:, i]
-    return sums.sqrt().float()
+        update, _, _ = moved(wide, take(gradients, batch), take(firsts, batch), take(seconds, batch), adam)
+        squares.append(squares_torch([*wide, *update]).view(2, -1))  # [2, cuts]
+        owners += [piece for piece, _, _ in batch]
+    at = torch.tensor(owners, device=weights[0].device)
+    sums = torch.zeros(2, len(weights), dtype=torch.float64, device=at.device)
+    # on a GPU every piece is one cut, so no two of them meet and the order is the same each time
+    return sums.index_add_(1, at, torch.cat(squares, 1)).sqrt().float()
 
 
 @jit

@@ -77,7 +77,9 @@ def lamb_step_torch_(
     for batch in batches(weights):
         w, m, v = take(weights, batch), take(firsts, batch), take(seconds, batch)
         wide = [x.float() for x in w]
-        update = moved(wide, take(gradients, batch), m, v, adam)
+        update, new_m, new_v = moved(wide, take(gradients, batch), m, v, adam)
+        torch._foreach_copy_(m, new_m)
+        torch._foreach_copy_(v, new_v)
         torch._foreach_mul_(update, [scales[piece] for piece, _, _ in batch])
         torch._foreach_sub_(wide, update)
         for x, y in zip(w, wide, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.pieces import KINDS, check_pairs, check_pieces, check_vectors
 
-CACHED = 1 << 17
+CACHED = 1 << 16
 
 Cut = tuple[int, int, int]
 """A piece, and where the cut begins and ends in it."""

@@ -17,9 +17,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sparse.callbacks import LargeBatchLR
 from lightning_sparse.callbacks.ramp import Ramp
+from lightning_sparse.callbacks.scaled_steps import ScaledSteps
 
 BATCH, BATCHES = 4, 12
 TREES = ["pytorch_lightning", "lightning"]
+
+
+# from here on torch calls hooks for the parent's step, too
+SGD([nn.Parameter(torch.ones(1))], lr=0.1)
 
 
 class Recording(SGD):
@@ -265,6 +270,27 @@ def test_an_exception_leaves_the_schedulers_own_rates() -> None:
     with pytest.raises(RuntimeError, match="stopped"):
         fit(module, LargeBatchLR(base_batch=1), Later())
     assert seen == [0.1, 0.02]
+
+
+def test_a_step_that_was_left_by_an_exception_is_not_counted() -> None:
+    class Failing(Recording):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if len(self.rates) == 1:
+                raise ArithmeticError
+
+    optimizer, counted = Failing([nn.Parameter(torch.ones(1))], lr=0.25), []
+    steps = ScaledSteps(optimizer, lambda: 3.0, lambda: counted.append(1))
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    # as before the next batch
+    steps.restore()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.step()
+    steps.close()
+    optimizer.step()
+    assert optimizer.rates == [[0.75], [0.75], [0.25]]
+    assert counted == [1]
 
 
 class Manual(pl.LightningModule):

@@ -208,6 +208,19 @@ def test_a_loaded_state_goes_on_bit_for_bit(kind: Any, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_a_copy_steps_as_the_original(kind: Any) -> None:
+    optimizer = kind(problem(), lr=0.1)
+    other = copy.deepcopy(optimizer)
+    for x in (optimizer, other):
+        parameters = x.param_groups[0]["params"]
+        for p, g in zip(parameters, gradients(0, parameters), strict=True):
+            p.grad = g
+        x.step()
+    pairs = zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", [LARS, LAMB])
 def test_layouts_unused_parameters_and_closures(kind: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(2, 4, 4, 6, 5, generator=generator)

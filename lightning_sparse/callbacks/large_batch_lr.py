@@ -39,7 +39,8 @@ class BatchLR:
 
     Sources: Goyal et al., "Accurate, Large Minibatch SGD", https://arxiv.org/abs/1706.02677 (linear rule, gradual
     warm-up); Krizhevsky, "One weird trick for parallelizing convolutional neural networks",
-    https://arxiv.org/abs/1404.5997 (square root).
+    https://arxiv.org/abs/1404.5997 (square root); Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms", https://arxiv.org/abs/2205.10287 (square root for Adam).
 
     Args:
         base_batch: examples in one step of all ranks for which the learning rates were chosen, at least 1.
@@ -104,6 +105,8 @@ class BatchLR:
         self._steps = [self._follow(trainer, *pair) for pair in zip(trainer.optimizers, self._ramps, strict=True)]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for steps in self._steps:
+            steps.restore()
         # behind the hooks of an epoch's start, which may have changed the accumulation
         self._aim(trainer)
 
@@ -119,7 +122,7 @@ class BatchLR:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for steps in self._steps:
             steps.close()
-        self._steps = []
+        self._steps, self._loaded = [], None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the factor of each optimizer is, and the batch that it is for."""

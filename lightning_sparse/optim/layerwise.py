@@ -98,6 +98,12 @@ class Layerwise(Optimizer):
                     buffer = torch.empty_like(parameter, dtype=torch.float32)
                     self.state[parameter][kind] = buffer.copy_(saved[kind])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy has what torch copies, and this besides
+        self.__dict__.setdefault("operator", Serial())
+        self.__dict__.setdefault("_fused", True)
+        super().__setstate__(state)
+
     def _check(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
         for key in ("lr", "weight_decay"):
