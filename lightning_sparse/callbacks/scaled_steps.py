@@ -26,13 +26,15 @@ class ScaledSteps:
     ) -> None:
         self._optimizer, self._factor, self._stepped = optimizer, factor, stepped
         self._rates = Borrowed()
+        self._depth = 0
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: self._scale()),
             optimizer.register_step_post_hook(lambda *_: self._end()),
         ]
 
     def restore(self) -> None:
-        """Put back the groups' own rates, if a step was left by an exception."""
+        """Between steps: put back the groups' own rates, if a step was left by an exception."""
+        self._depth = 0
         self._rates.give_back()
 
     def close(self) -> None:
@@ -42,10 +44,15 @@ class ScaledSteps:
             handle.remove()
 
     def _scale(self) -> None:
+        # torch calls the hooks again where a subclass calls the step of its parent
+        self._depth += 1
+        if self._depth > 1:
+            return
         factor, groups = self._factor(), self._optimizer.param_groups
         self._rates.multiply(groups, factor if isinstance(factor, Sequence) else [factor] * len(groups))
 
     def _end(self) -> None:
-        # both hooks run twice where a class calls the step of the one it derives from
-        if self._rates.give_back():
+        self._depth -= 1
+        if not self._depth:
+            self._rates.give_back()
             self._stepped()

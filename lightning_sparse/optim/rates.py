@@ -14,15 +14,13 @@ class Borrowed:
 
     def multiply(self, groups: Sequence[dict[str, Any]], factors: Sequence[float]) -> None:
         """``lr *= factor`` for each group; numbers or tensors."""
-        # a step inside a step, or the next one after an exception
         self.give_back()
         for group, factor in zip(groups, factors, strict=True):
             self._own.append((group, group["lr"]))
             group["lr"] = group["lr"] * factor
 
-    def give_back(self) -> bool:
-        """Every rate is what it was; whether any was taken."""
+    def give_back(self) -> None:
+        """Every rate is what it was. Nothing happens if none was taken."""
         own, self._own = self._own, []
         for group, rate in own:
             group["lr"] = rate
-        return bool(own)
