@@ -139,7 +139,7 @@ class Reducer:
         self._total(picked)
         return Outcome(picked, mean, tail, finite)
 
-    def is_dense(self, step: int) -> bool:
+    def averages_all(self, step: int) -> bool:
         """Whether that step's exchange is a plain dense all-reduce."""
         return not self._is_picked(self._density(step))
 

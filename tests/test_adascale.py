@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.arguments import is_linear
 from lightning_sparse.communicators import VirtualRanks
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.gain import Gain
@@ -259,6 +260,11 @@ class TestAdaScale:
         scheduler.step()
         assert seen == [0.3]
         assert optimizer.param_groups[0]["lr"] == 0.15
+
+    def test_sgd_stays_linear_in_the_gradient_for_the_exchange(self) -> None:
+        weight = nn.Parameter(torch.zeros(1))
+        assert is_linear(AdaScale(torch.optim.SGD([weight], 0.1), passes=2))
+        assert not is_linear(AdaScale(torch.optim.AdamW([weight], 0.1), passes=2))
 
     def test_what_cannot_be_estimated_is_refused(self) -> None:
         inner = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)

@@ -68,6 +68,12 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"accumulate_grad_batches": 2},
         "AutoWarmup: expected to be alone in setting the learning rate, got AdaScaleLR too",
     ),
+    "rule": (
+        lambda home: [home.AdaScaleLR(), home.LargeBatchLR(base_batch=2)],
+        sgd,
+        {"accumulate_grad_batches": 2},
+        "AdaScaleLR: expected to be alone in setting the learning rate, got LargeBatchLR too",
+    ),
     "wrapper": (
         lambda home: [home.AutoWarmup()],
         lambda weights: AdaScale(sgd(weights), passes=2),

@@ -74,6 +74,7 @@ class OwnGradients:
 
     def __init__(self, groups: Callable[[], Groups], tap: UpdatesTap, reducer: Reducer) -> None:
         self._groups, self._tap, self._reducer = groups, tap, reducer
+        tap.is_observed = True
 
     def behind_backward(self, loss_scale: float) -> None:
         """Nothing: the sum over passes is looked at."""
@@ -145,7 +146,7 @@ class TappedGradients:
 
     def _is_exact(self, job: Job) -> bool:
         """Whether what comes back is the mean of what came in."""
-        return self._reducer.is_dense(job.step) and not isinstance(job.memory, MomentumResidual)
+        return self._reducer.averages_all(job.step) and not isinstance(job.memory, MomentumResidual)
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
