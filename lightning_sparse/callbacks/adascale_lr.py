@@ -36,7 +36,8 @@ class AdaScaleRule:
     Several ranks need ``strategy="sparse_ddp"``, where each rank's gradient is seen before it is averaged. The mean is
     seen only if gradients are exchanged at density 1. Otherwise, and with ``Updates``, where no mean gradient is ever
     formed, its norm is estimated from random sketches, 2 kB a group and step, which compression does not touch; with
-    ``Updates`` they are those of gradients at each rank's own weights. One rank needs accumulation and any strategy.
+    ``Updates`` they are those of gradients at each rank's own weights. One rank needs accumulation, any strategy, and
+    memory for one more copy of the gradients.
 
     Logs, at the Trainer's ``log_every_n_steps``: ``adascale/gain``, ``adascale/variance`` (sigma^2, of a base batch),
     ``adascale/mean`` (mu^2), ``adascale/noise_scale`` (sigma^2 / mu^2, in base batches) and ``adascale/steps``.

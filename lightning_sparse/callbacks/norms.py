@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.job import Job, Outcome
 from lightning_sparse.memory import MomentumResidual
-from lightning_sparse.optim.norms import Groups, Passes, by_group, gradients, group_squares, squares
+from lightning_sparse.optim.norms import Groups, Passes, by_group, device_of, gradients, group_squares, squares
 from lightning_sparse.optim.sketch import sketch
 from lightning_sparse.random import Draw
 from lightning_sparse.reducer import Reducer
@@ -104,7 +104,7 @@ class TappedGradients:
         self, groups: Callable[[], Groups], names: Mapping[int, str], tap: GradientsTap, reducer: Reducer
     ) -> None:
         self._reducer = reducer
-        self._count = len(groups())
+        self._count, self._device = len(groups()), device_of(groups())
         self._owner = {names[id(p)]: at for at, group in enumerate(groups()) for p in group["params"] if id(p) in names}
         self._each: list[Tensor] = []
         self._sketches: list[Tensor] = []
@@ -134,7 +134,7 @@ class TappedGradients:
     def before_step(self, passes: int, divided_by: int) -> Callable[[], Norms]:
         each, sketches, means = self._each, self._sketches, self._means
         self._each, self._sketches, self._means = [], [], []
-        nothing = torch.full((self._count,), torch.nan)
+        nothing = torch.full((self._count,), torch.nan, device=self._device)
         # buckets are sketched with signs of their own, so that their sum is a sketch too
         mean = torch.stack(sketches or means or [nothing]).sum(0)
         return _average(self._reducer, torch.stack(each or [nothing]).sum(0), mean, passes, divided_by)

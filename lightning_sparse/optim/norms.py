@@ -23,11 +23,16 @@ def gradients(groups: Groups) -> dict[int, tuple[Tensor, int]]:
     return {id(p): (p.grad, at) for at, group in enumerate(groups) for p in group["params"] if p.grad is not None}
 
 
+def device_of(groups: Groups) -> torch.device:
+    """Where the first parameter lives."""
+    return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+
+
 def group_squares(groups: Groups) -> Tensor:
     """The squared norm of each parameter group's gradient: [groups] float32; NaN if no gradient is there."""
     found = gradients(groups).values()
     if not found:
-        return torch.full((len(groups),), torch.nan)
+        return torch.full((len(groups),), torch.nan, device=device_of(groups))
     return by_group(squares(gradient for gradient, _ in found), [at for _, at in found], len(groups))
 
 
@@ -53,7 +58,7 @@ class Passes:
         """Behind each backward pass of a step; ``loss_scale`` is the factor on the gradients now."""
         now = {key: (x.to_dense() if x.is_sparse else x, at) for key, (x, at) in gradients(groups).items()}
         added = [x - self._before[key] if key in self._before else x for key, (x, _) in now.items()]
-        sums = torch.zeros(len(groups))
+        sums = torch.zeros(len(groups), device=device_of(groups))
         if added:
             sums = by_group(squares(added), [at for _, at in now.values()], len(groups)) / loss_scale**2
         self._sums.append(sums)

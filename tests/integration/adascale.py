@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_sparse as ls
@@ -208,7 +209,41 @@ def popen(folder: Path) -> dict[str, Any]:
         fit(Net(), "ddp")
     except ValueError as error:
         out["ddp"] = str(error)
+    out["sharded"] = sharded()
     return out
+
+
+def sharded() -> dict[str, list[float]]:
+    """Gains and the first weights of a loop by hand, with whole optimizer states and with sharded ones."""
+
+    def average(buffer: Tensor) -> Tensor:
+        torch.distributed.all_reduce(buffer)
+        return buffer.div_(RANKS)
+
+    def train(optimizer: Any, net: nn.Module) -> list[float]:
+        wrapped, found = AdaScale(optimizer, world_size=RANKS, average=average), []
+        for step in range(4):
+            seed = 10 * step + torch.distributed.get_rank()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+            wrapped.zero_grad()
+            net(x).square().mean().backward()
+            wrapped.observe_pass()
+            for p in net.parameters():
+                average(p.grad)
+            wrapped.step()
+            found.append(wrapped.gain.value)
+        return [*found, *(float(p.sum()) for p in net.parameters())]
+
+    whole, parts = (nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(2))
+    parts.load_state_dict(whole.state_dict())
+    for net in (whole, parts):
+        for p in net.parameters():
+            torch.distributed.broadcast(p.data, 0)
+    shards = ZeroRedundancyOptimizer(parts.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    return {
+        "whole": train(torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9), whole),
+        "shards": train(shards, parts),
+    }
 
 
 def spawn(folder: Path) -> dict[str, Any]:

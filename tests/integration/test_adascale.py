@@ -33,7 +33,7 @@ def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every run of a rank, by name."""
     if "gains" in result:
         return {"": result}
-    nested = {key: runs(value) for key, value in result.items() if isinstance(value, dict)}
+    nested = {k: runs(value) for k, value in result.items() if isinstance(value, dict) and k != "sharded"}
     return {f"{key} {name}".strip(): run for key, found in nested.items() for name, run in found.items()}
 
 
@@ -128,6 +128,12 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(ranks: list[dict[str, Any]], exc
         assert whole["state"][8:] == rest["state"]
         assert whole["rates"][8:] == rest["rates"]
         assert whole["checksum"] == rest["checksum"]
+
+
+def test_sharded_optimizer_states_change_nothing(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["sharded"]["whole"] == rank["sharded"]["shards"] == ranks[0]["sharded"]["whole"]
+        assert 1 < rank["sharded"]["whole"][3] < 2
 
 
 def test_stock_ddp_is_refused_with_advice(ranks: list[dict[str, Any]]) -> None:
