@@ -73,17 +73,13 @@ RULES: dict[str, Rule] = {
 
 
 class LanguageModel(GPT):
-    """The language model of `train_lm.py` with warm-up and cosine over a run of any number of steps."""
+    """The model of `train_lm.py`, small, with SGD, warm-up and cosine over a run of any number of steps."""
 
-    def __init__(self, lr: float, max_steps: int, optimizer: str) -> None:
+    def __init__(self, lr: float, max_steps: int) -> None:
         super().__init__("tiny", lr, "cosine", max_steps)
-        self.optimizer = optimizer
 
     def configure_optimizers(self) -> Any:
-        if self.optimizer == "adamw":
-            optimizer: Any = torch.optim.AdamW(self.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=0.01)
-        else:
-            optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -126,11 +122,12 @@ def text(windows: int, batch: int, seed: int) -> tuple[DataLoader, DataLoader]:
 
 
 EXAMPLES: dict[str, Example] = {
-    "lm": Example(4, 1, lambda steps: LanguageModel(0.1, steps, "sgd"), lambda b, seed: text(12_800, b, seed), 1.0),
-    "lm-adamw": Example(
-        4, 1, lambda steps: LanguageModel(1e-3, steps, "adamw"), lambda b, seed: text(12_800, b, seed), 1.0
+    "lm": Example(
+        1, 1, lambda steps: LanguageModel(0.02, steps), lambda batch, seed: text(6400, batch, seed), clip=1.0
     ),
-    "digits": Example(8, 10, lambda steps: Digits(0.01, steps), lambda b, seed: train_digits.make_loaders(b, 1)),
+    "digits": Example(
+        4, 10, lambda steps: Digits(0.0025, steps), lambda batch, seed: train_digits.make_loaders(batch, 1)
+    ),
 }
 
 
@@ -162,6 +159,7 @@ def train(name: str, rule: str, factor: int, seed: int) -> Row:
         "rule": rule,
         "factor": factor,
         "batch": factor * example.base_batch,
+        "lr": module.lr,
         "seed": seed,
         "steps": trainer.global_step,
         "epochs": example.epochs,
