@@ -4,7 +4,7 @@ python examples/train_large_batch.py                                  # language
 python examples/train_large_batch.py --examples digits --seeds 0      # some of it
 python examples/train_large_batch.py --json FILE --plot FILE          # finished runs in FILE are not run again
 
-One process: a batch x16 is 16 base batches whose gradients are accumulated, as 16 ranks would average them.
+"adascale-whole" alone goes on for as many epochs as its scale-invariant steps take. One process: a batch x16 is 16 base batches whose gradients are accumulated, as 16 ranks would average them.
 """
 
 import argparse
@@ -59,6 +59,7 @@ class Rule:
     callbacks: Callable[[Setting], list[Callback]]
     is_scale_invariant: bool = False
     is_schedule: bool = False  # takes the place of the model's own
+    is_whole: bool = False  # goes on beyond the epochs, until the scale-invariant steps are made
 
 
 def large_batch(rule: str) -> Rule:
@@ -71,6 +72,7 @@ RULES: dict[str, Rule] = {
     "linear": large_batch("linear"),
     "sqrt": large_batch("sqrt"),
     "adascale": Rule(lambda setting: [AdaScaleLR()], is_scale_invariant=True),
+    "adascale-whole": Rule(lambda s: [AdaScaleLR(steps=s.base_steps)], is_scale_invariant=True, is_whole=True),
     "autowu": Rule(lambda setting: [AutoWarmup(lr_max=10.0)], is_schedule=True),
 }
 
@@ -148,9 +150,9 @@ def train(name: str, rule: str, factor: int, seed: int) -> Row:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=example.epochs,
+        max_epochs=-1 if RULES[rule].is_whole else example.epochs,
         accumulate_grad_batches=factor,
-        check_val_every_n_epoch=example.epochs,
+        check_val_every_n_epoch=1 if RULES[rule].is_whole else example.epochs,
         gradient_clip_val=example.clip,
         callbacks=RULES[rule].callbacks(setting),
         num_sanity_val_steps=0,
@@ -168,7 +170,7 @@ def train(name: str, rule: str, factor: int, seed: int) -> Row:
         "lr": module.lr,
         "seed": seed,
         "steps": trainer.global_step,
-        "epochs": example.epochs,
+        "epochs": trainer.current_epoch,
         **{key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val_")},
         "versions": versions(),
     }
