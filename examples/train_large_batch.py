@@ -4,7 +4,8 @@ python examples/train_large_batch.py                                  # language
 python examples/train_large_batch.py --examples digits --seeds 0      # some of it
 python examples/train_large_batch.py --json FILE --plot FILE          # finished runs in FILE are not run again
 
-"adascale-whole" alone goes on for as many epochs as its scale-invariant steps take. One process: a batch x16 is 16 base batches whose gradients are accumulated, as 16 ranks would average them.
+"adascale-whole" alone goes on for as many epochs as its scale-invariant steps take.
+One process: a batch x16 is 16 base batches whose gradients are accumulated, as 16 ranks would average them.
 """
 
 import argparse
