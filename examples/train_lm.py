@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 CONTEXT = 128
-SIZES = {"small": (128, 4, 4), "medium": (256, 6, 8), "large": (512, 8, 8)}  # width, layers, heads
+SIZES = {"tiny": (64, 2, 2), "small": (128, 4, 4), "medium": (256, 6, 8), "large": (512, 8, 8)}  # width, layers, heads
 LR_WARMUP_STEPS = 30
 VALIDATION_WINDOWS = 240  # divisible by 1 to 6 ranks, so that the sampler repeats none
 VALIDATION_BATCH = 20
@@ -103,7 +103,9 @@ def problem(
 
 if __name__ == "__main__":
     parser = make_parser(__doc__.split("\n")[0], max_steps=300, batch_size=16, lr=1e-3)
-    parser.add_argument("--model-size", choices=list(SIZES), default="small", help="about 0.9, 5 or 25 M parameters")
+    parser.add_argument(
+        "--model-size", choices=list(SIZES), default="small", help="about 0.14, 0.9, 5 or 25 M parameters"
+    )
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine", help="after the warm-up")
     options = parse(parser)
 

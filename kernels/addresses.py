@@ -37,12 +37,18 @@ def load_block(address, kind, piece, ALIGNED: tl.constexpr, BLOCK: tl.constexpr)
 @jit
 def store_block(address, x, piece, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes fp32 x [BLOCK] to one block of an fp32 piece, up to the piece's end."""
-    _, length, shift = piece
-    pointers = _pointers(address, tl.float32, piece, ALIGNED, BLOCK)
-    if shift + BLOCK <= length:
-        tl.store(pointers, x)
+    _store(_pointers(address, tl.float32, piece, ALIGNED, BLOCK), x, piece, BLOCK)
+
+
+@jit
+def store_rounded(address, kind, x, piece, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes fp32 x [BLOCK] to one block of a piece of any kind, rounded to nearest even."""
+    if kind == 0:
+        _store(_pointers(address, tl.float32, piece, ALIGNED, BLOCK), x, piece, BLOCK)
+    elif kind == 1:
+        _store(_pointers(address, tl.uint16, piece, ALIGNED, BLOCK), to_bfloat16(x), piece, BLOCK)
     else:
-        tl.store(pointers, x, mask=shift + tl.arange(0, BLOCK) < length)
+        _store(_pointers(address, tl.float16, piece, ALIGNED, BLOCK), x.to(tl.float16), piece, BLOCK)
 
 
 @jit
@@ -102,3 +108,12 @@ def _load(pointers, piece, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         x = tl.load(pointers, mask=shift + tl.arange(0, BLOCK) < length, other=0)
     return x
+
+
+@jit
+def _store(pointers, x, piece, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    _, length, shift = piece
+    if shift + BLOCK <= length:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, mask=shift + tl.arange(0, BLOCK) < length)

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.optim.adascale import AdaScale
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory
 from lightning_sparse.sync import Gradients, Updates
 
@@ -36,7 +37,7 @@ OWN = (
 
 def is_linear(optimizer: Optimizer) -> bool:
     """Whether the step is linear in the gradient, so that delaying a part of it only delays its effect."""
-    return type(optimizer) is SGD
+    return type(optimizer.inner if isinstance(optimizer, AdaScale) else optimizer) is SGD
 
 
 def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
@@ -88,6 +89,17 @@ def check_unused(exchange: Gradients | Updates, codec: Codec, kwargs: dict[str, 
             f"SparseDDPStrategy: expected no find_unused_parameters with Gradients and {codec}, got True:"
             " use exchange=Updates(), which needs no such option, or another codec"
         )
+
+
+def check_optimizers(exchange: Gradients | Updates, optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError on an optimizer that divides its work over ranks beside ``Updates``."""
+    for optimizer in optimizers:
+        optimizer = optimizer.inner if isinstance(optimizer, AdaScale) else optimizer
+        if isinstance(exchange, Updates) and getattr(getattr(optimizer, "operator", None), "replicated", False):
+            raise ValueError(
+                f"SparseDDPStrategy: expected no PTO() with Updates, whose ranks step on gradients of their own, got"
+                f" one in {type(optimizer).__name__}: use exchange=Gradients(), or no operator"
+            )
 
 
 def check_parameters(module: nn.Module) -> None:

@@ -152,6 +152,10 @@ class Reducer:
         self.call(lambda: None)
         self.density, self._codec = density, _TimedCodec(codec)
 
+    def averages_all(self, step: int) -> bool:
+        """Whether that step's exchange is a plain dense all-reduce."""
+        return not self._is_picked(self._density(step))
+
     def snapshot(self) -> tuple[Totals, dict[str, Picked]]:
         """Copies of ``totals`` and ``last`` that belong together. Waits for no exchange."""
         with self._lock:

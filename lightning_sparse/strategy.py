@@ -15,6 +15,7 @@ from lightning_sparse.arguments import (
     check_ddp_options,
     check_flag,
     check_on_nonfinite,
+    check_optimizers,
     check_parameters,
     check_parts,
     check_ranks_agree,
@@ -326,6 +327,7 @@ class SparseDDP(_Base):
                 super().configure_ddp()
                 self._watch_steps(Alone())
                 return
+        check_optimizers(self._plan.exchange, self._bare_optimizers())
         self._connection = self._connect()
         if is_updates:
             self._callbacks, self._first = trainer.callbacks, self._first_callback()

@@ -1,5 +1,7 @@
 """The example scripts, run as a user runs them, with two processes."""
 
+import argparse
+import dataclasses
 import importlib
 import json
 import sys
@@ -48,6 +50,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = set(sys.modules)
     yield importlib.import_module
     for name in {
+        "adascale_compression",
         "cli",
         "common",
         "corpus",
@@ -58,6 +61,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         "report",
         "tables",
         "train_digits",
+        "train_large_batch",
         "train_lm",
     } & (set(sys.modules) - before):
         del sys.modules[name]
@@ -136,7 +140,9 @@ def test_window_depends_on_seed_and_index_only(load: Any) -> None:
     assert corpus.offset(0, 0) == 9669442505924063346
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("small", 875_520), ("medium", 4_903_168), ("large", 25_548_032)])
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("tiny", 141_312), ("small", 875_520), ("medium", 4_903_168), ("large", 25_548_032)]
+)
 def test_model_size(load: Any, size: str, parameters: int) -> None:
     model = load("train_lm").GPT(size, lr=1e-3, schedule="cosine", max_steps=10)
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -190,6 +196,66 @@ def test_elastic_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     for ranks, step in ((2, 2), (4, 4), (3, 6)):
         assert f"{ranks} ranks, step {step}: validation loss" in printed
     assert all(4 < result[name] < 6 for name in ("whole", "elastic"))
+
+
+def test_large_batch_keeps_finished_runs_and_compares_with_the_base_batch(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("train_large_batch")
+    short = dataclasses.replace(module.EXAMPLES["digits"], epochs=1, base_batch=32)
+    monkeypatch.setitem(module.EXAMPLES, "digits", short)
+    options = argparse.Namespace(
+        examples=["digits"],
+        rules=list(module.RULES),
+        factors=[1, 4],
+        seeds=[0],
+        threads=torch.get_num_threads(),
+        json=tmp_path / "out/rows.json",
+        plot=tmp_path / "out/plot.png",
+        quiet=True,
+    )
+    module.main(options)
+    rows = json.loads(options.json.read_text())
+    assert [(row["rule"], row["factor"]) for row in rows] == [("none", 1), *((rule, 4) for rule in module.RULES)]
+    # 44 batches of 32 images; 11 steps of four of them
+    assert [row["steps"] for row in rows if row["rule"] in ("none", "linear", "sqrt")] == [44, 11, 11, 11]
+    assert len({row["val_loss"] for row in rows}) == len(rows)
+    assert options.plot.stat().st_size > 1000
+    capsys.readouterr()
+    monkeypatch.setattr(module, "train", None)
+    module.main(options)
+    table = capsys.readouterr().out
+    for row in rows[1:]:
+        assert f"{row['val_loss']:.4f} ({row['val_loss'] / rows[0]['val_loss'] - 1:+.1%})" in table
+
+
+def test_compression_shows_in_the_mean_that_arrives_and_not_in_sketches(load: Any) -> None:
+    module = load("adascale_compression")
+    options = argparse.Namespace(ranks=2, steps=40, over=20, lr=0.02, seed=0)
+    got = module.row("gradients", 0.01, options)
+    # of about 20 sketches, 6 % each
+    assert got["sketch_variance"] == pytest.approx(got["exact_variance"], rel=0.06)
+    assert got["sketch_gain"] == pytest.approx(got["exact_gain"], rel=0.06)
+    assert got["exact_gain"] > 1.5
+    assert got["arrived_gain"] < 1.2
+    dense = module.row("dense", 1.0, options)
+    assert dense["arrived_gain"] == pytest.approx(dense["exact_gain"])
+    assert "arrived_gain" not in module.row("updates", 0.01, options)
+
+
+def test_large_batch_marks_what_is_within_three_per_cent(load: Any) -> None:
+    losses = {("none", 1): (1.9, 2.1), ("none", 4): (2.1, 2.4), ("linear", 4): (2.0, 2.1)}
+    rows = [
+        {"example": "lm", "rule": rule, "factor": factor, "seed": seed, "val_loss": loss}
+        for (rule, factor), both in losses.items()
+        for seed, loss in enumerate(both)
+    ]
+    assert load("train_large_batch").markdown(rows).splitlines() == [
+        "| example | rule | batch x1 | batch x4 |",
+        "| --- | --- | --- | --- |",
+        "| lm | none | 2.0000 | 2.2500 (+12.5%) |",
+        "| lm | linear | 2.0000 | 2.0500 (+2.5%) * |",
+    ]
 
 
 def test_the_readme_holds_the_table_of_the_network(load: Any) -> None:

@@ -5,9 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_sparse.pytorch_lightning import DensityMonitor, SparseProgressBar
+    from lightning_sparse.pytorch_lightning import (
+        AdaScaleLR,
+        AutoWarmup,
+        DensityMonitor,
+        LargeBatchLR,
+        SparseProgressBar,
+    )
 
-__all__ = ["DensityMonitor", "SparseProgressBar"]
+__all__ = [
+    "AdaScaleLR",
+    "AutoWarmup",
+    "DensityMonitor",
+    "LargeBatchLR",
+    "SparseProgressBar",
+]
 
 
 def __getattr__(name: str) -> Any:

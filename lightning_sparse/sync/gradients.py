@@ -2,7 +2,7 @@
 
 # no postponed annotations here: DDP compares the hook's with its own types
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_sparse.memory import fold
 from lightning_sparse.protocols import Memory, Owed
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.sync.flat import check_dense_below, is_small
+from lightning_sparse.sync.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class GradientsTap:
     ) -> None:
         self.steps = 0
         self.watch: Callable[[int], bool] = lambda step: False
+        self.observers: list[Observer] = []
         self._config = config
         self._reducer = reducer
         self._memory = memory
@@ -234,11 +236,13 @@ class GradientsTap:
             list(dense.values()),
             idle,
         )
+        for observer in self.observers:
+            observer.before(job)
 
         def apply(outcome: Outcome) -> None:
             self._refused |= not outcome.finite
             self._outcomes.append(outcome)
-            _write_back(outcome, buckets)
+            _write_back(outcome, buckets, self.observers)
 
         done = self._reducer.submit(job, apply)
 
@@ -253,7 +257,7 @@ class GradientsTap:
         done.add_done_callback(fail)
 
 
-def _write_back(outcome: Outcome, buckets: list[_Bucket]) -> None:
+def _write_back(outcome: Outcome, buckets: list[_Bucket], observers: Sequence[Observer]) -> None:
     job = outcome.picked.job
     for bucket in buckets:
         bucket.flat.zero_()
@@ -267,6 +271,8 @@ def _write_back(outcome: Outcome, buckets: list[_Bucket]) -> None:
     elif outcome.mean is not None:
         for part in outcome.mean.parts:
             part.add_to(job.inputs, alpha=outcome.mean.scale)
+    for observer in observers:
+        observer.after(outcome)
     for bucket in buckets:
         if bucket.scale != 1:
             bucket.flat.mul_(bucket.scale)

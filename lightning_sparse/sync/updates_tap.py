@@ -52,6 +52,8 @@ class UpdatesTap:
         is_linear: Callable[[Optimizer], bool],
     ) -> None:
         self.watch: Callable[[int], bool] = lambda step: False
+        self.is_observed = False
+        """Whether somebody looks at the gradients before a step, and expects this rank's own."""
         self._config = config
         self._reducer = reducer
         self._module = module

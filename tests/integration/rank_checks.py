@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.compressors import SampledTopK, TopK, WeightBlocks
 from lightning_sparse.job import Job, Outcome
 from lightning_sparse.memory import Residual
+from lightning_sparse.optim import LAMB, LARS, PTO, Serial
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, piecewise
 from lightning_sparse.sections import encode_sections
@@ -23,6 +25,7 @@ from tests.integration.loops import LOOPS
 from tests.laws import CODECS, COMMUNICATORS
 
 NUMEL = 5000
+STEPS = 10
 
 
 def normal(seed: int, numel: int = NUMEL) -> Tensor:
@@ -181,6 +184,40 @@ def loops(transport: ProcessGroup) -> dict[str, Any]:
     return out
 
 
+def norms_divided(transport: ProcessGroup) -> dict[str, Any]:
+    """Trust ratios whose norms are divided over ranks: the serial result bit for bit, each rank with its share."""
+    out = {}
+    shapes = [(40, 30), (30,), (20, 20), (300, 3), (7, 7), (1, 900)]
+    numels = [math.prod(shape) for shape in shapes if len(shape) > 1]
+    for make in (LARS, LAMB):
+        operators = Serial(), PTO(transport)
+        trained = []
+        for operator in operators:
+            weights = [torch.nn.Parameter(normal(i, math.prod(shape)).view(shape)) for i, shape in enumerate(shapes)]
+            groups = [{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.3, "lr": 0.1}]
+            optimizer = make(groups, lr=0.02, weight_decay=0.01, operator=operator)
+            for step in range(STEPS):
+                for i, weight in enumerate(weights):
+                    weight.grad = normal(100 * step + i, weight.numel()).view_as(weight)
+                optimizer.step()
+            trained.append([weight.detach() for weight in weights])
+        assert all(map(torch.equal, *trained)), make
+        serial, divided = (operator.elements for operator in operators)
+        assert serial == STEPS * sum(numels)
+        assert divided <= STEPS * (sum(numels) / transport.world_size + max(numels))
+        total = torch.tensor(divided)
+        dist.all_reduce(total)
+        assert total == serial
+        most = torch.tensor(divided)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        out |= {f"{make.__name__} {i}": x for i, x in enumerate(trained[1])}
+        out[f"{make.__name__} elements of one rank"] = most
+    own = PTO()
+    assert own([3, 4], lambda layers: torch.tensor([float(i) for i in layers])).tolist() == [0.0, 1.0]
+    own.close()
+    return out
+
+
 def failure(transport: ProcessGroup) -> dict[str, Any]:
     """An error on the worker reaches whoever waits, and everything after it, in words."""
     tap = make(transport, lambda step: 0.5 if step < 1 else 7.0)
@@ -197,7 +234,7 @@ def main(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     transport = ProcessGroup()
-    checks = (communicators, reducer_telescopes, bad_rank, many_jobs, loops, failure)
+    checks = (communicators, reducer_telescopes, bad_rank, many_jobs, loops, norms_divided, failure)
     results = {check.__name__: check(transport) for check in checks}
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     dist.barrier()

@@ -24,6 +24,10 @@ def compare_with_virtual_ranks(real: list[dict[str, torch.Tensor]]) -> None:
     torch.set_num_threads(threads)
 
 
+LARGEST_SHARE = {1: 34_490, 2: 18_000, 3: 13_000, 4: 12_000}
+"""Of 1200 + 400 + 900 + 49 + 900 elements in each of 10 steps, by number of ranks."""
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks(world_size: int, tmp_path: Path) -> None:
     """Each rank checks its own results; here the ranks' results are compared bit for bit."""
@@ -31,6 +35,8 @@ def test_ranks(world_size: int, tmp_path: Path) -> None:
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world_size)]
     if world_size == 2:
         compare_with_virtual_ranks([result["loops"] for result in results])
+    for kind in ("LARS", "LAMB"):
+        assert results[0]["norms_divided"][f"{kind} elements of one rank"] == LARGEST_SHARE[world_size]
     for check, tensors in results[0].items():
         for name, expected in tensors.items():
             if "bytes" in name or ("gradients" in name and ("running" in name or "tracked" in name)):

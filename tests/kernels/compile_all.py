@@ -22,8 +22,12 @@ from lightning_sparse.kernels import (
     compact,
     difference_select,
     kth_largest,
+    lamb_norms,
+    lamb_step,
+    lars_step,
     moments,
     momentum_select,
+    norms,
     scatter_add,
     select,
 )
@@ -78,6 +82,12 @@ CHOOSE = {"counts_ptr": "*i64", "key_ptr": "*i32", "rank_ptr": "*i64"}
 MOMENTS = {"pieces_ptr": "*i64", "piece_of_block_ptr": "*i32", "parts_ptr": "*fp32", "blocks": "i32"}
 # what multiplies matrices: tensor cores of sm_80, sm_90 and sm_100, matrix cores of AMD
 MATRIX = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma"
+PIECES = {"pieces_ptr": "*i64", "piece_of_block_ptr": "*i32"}
+LARS = PIECES | {"gradients_ptr": "*i64", "trust_ptr": "*fp32"} | dict.fromkeys(("lr", "decay", "momentum"), "fp32")
+ADAM = dict.fromkeys(("beta1", "share1", "beta2", "share2", "first_scale", "second_scale", "eps", "decay"), "fp32")
+LAMB_NORMS = PIECES | {"others_ptr": "*i64", "parts_ptr": "*fp32", "blocks": "i32"} | ADAM
+LAMB_STEP = PIECES | {"others_ptr": "*i64", "scale_ptr": "*fp32"} | ADAM
+JOIN = {"parts_ptr": "*fp32", "first_ptr": "*i64", "out_ptr": "*fp32", "blocks": "i32", "pieces": "i32"}
 AMD_VERBS = {"ld": "load", "st": "store"}
 WIDE = {"indices_ptr": "*i64", "capacity": "i64", "entries": "i64"}
 # Every dtype of the pieces is a branch of one kernel, so a compilation covers them all.
@@ -91,6 +101,10 @@ DENSE_KERNELS = {
         {},
     ),
     "moments": (moments._moments_kernel, MOMENTS, {}),
+    "norms": (norms._squares_kernel, PIECES | {"parts_ptr": "*fp32"}, {}),
+    "lars_step": (lars_step._lars_step_kernel, LARS, {"NESTEROV": True}),
+    "lamb_norms": (lamb_norms._lamb_norms_kernel, LAMB_NORMS, {}),
+    "lamb_step": (lamb_step._lamb_step_kernel, LAMB_STEP, {}),
 } | {
     f"count-{top}-{bottom}": (kth_largest._count_kernel, COUNT, {"TOP": top, "BOTTOM": bottom})
     for top, bottom in pairwise(kth_largest.CUTS)
@@ -102,8 +116,14 @@ FLOORS = {
     "select": (4, 0),
     "momentum_select": (12, 8),
     "moments": (4, 0),
+    "norms": (4, 0),
+    "lars_step": (12, 8),
+    "lamb_norms": (16, 0),
+    "lamb_step": (16, 12),
 } | {f"count-{top}-{bottom}": (4, 0) for top, bottom in pairwise(kth_largest.CUTS)}
 OTHER_DTYPES = 4
+# How many pieces of any dtype a kernel reads and writes, where that is not one and none.
+ANY_DTYPE = {"lars_step": (2, 1), "lamb_norms": (2, 0), "lamb_step": (2, 1)}
 
 
 def cases():
@@ -115,6 +135,7 @@ def cases():
     for top, bottom in pairwise(kth_largest.CUTS):
         constants = {"TOP": top, "BOTTOM": bottom}
         yield f"choose-{top}-{bottom}", kth_largest._choose_kernel, CHOOSE, constants, 8
+    yield "join", norms._join_kernel, JOIN, {"CHUNK": norms.CHUNK}, 4
     for wide in (False, True):
         suffix = "int64" if wide else "int32"
         for source in ("x-y",) if wide else ("x", "y", "x-y"):
@@ -173,14 +194,15 @@ def widths(compiled, backend, verb):
     return [width for width in found if width >= 16]
 
 
-def needs(target, constants, options, compiled):
+def needs(name, target, constants, options, compiled):
     found = needs_on_nvidia(compiled) if target.backend == "cuda" else needs_on_amd(compiled)
     found["shared"] = compiled.metadata.shared
     found["matrix"] = sorted(set(re.findall(MATRIX, compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"])))
     if "ALIGNED" in constants:
-        for name, verb, others in (("read", "ld", OTHER_DTYPES), ("written", "st", 0)):
+        pieces = ANY_DTYPE.get(name.removesuffix("-aligned").removesuffix("-unaligned"), (1, 0))
+        for figure, verb, count in (("read", "ld", pieces[0]), ("written", "st", pieces[1])):
             wide = sum(widths(compiled, target.backend, verb))
-            found[name] = wide * options["num_warps"] * target.warp_size / constants["BLOCK"] - others
+            found[figure] = wide * options["num_warps"] * target.warp_size / constants["BLOCK"] - count * OTHER_DTYPES
     return found
 
 
@@ -200,7 +222,7 @@ if __name__ == "__main__":
     for target_name, target in TARGETS.items():
         for name, kernel, signature, constants, options in all_cases(target.backend):
             compiled = compile_for(target, kernel, signature, constants, options)
-            result.append({"kernel": name, "target": target_name} | needs(target, constants, options, compiled))
+            result.append({"kernel": name, "target": target_name} | needs(name, target, constants, options, compiled))
             if constants.get("ALIGNED"):
                 floors = FLOORS[name.removesuffix("-aligned")]
                 result[-1] |= dict(zip(("floor_read", "floor_written"), floors, strict=True))

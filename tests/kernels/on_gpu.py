@@ -1,6 +1,6 @@
 """A script: runs every op on the device it is given and fails unless the torch path agrees, bit for bit.
 
-Moments are sums in another order, and agree to rounding.
+Moments and norms are sums in another order, and agree to rounding, as does what is behind a root.
 """
 
 import sys
@@ -9,10 +9,15 @@ from contextlib import nullcontext
 import torch
 
 from lightning_sparse.kernels.accumulate_select import accumulate_select, accumulate_select_torch
+from lightning_sparse.kernels.adam import Adam
 from lightning_sparse.kernels.difference_select import difference_select, difference_select_torch
 from lightning_sparse.kernels.kth_largest import kth_largest, kth_largest_torch
+from lightning_sparse.kernels.lamb_norms import lamb_norms, lamb_norms_torch
+from lightning_sparse.kernels.lamb_step import lamb_step_, lamb_step_torch_
+from lightning_sparse.kernels.lars_step import lars_step_, lars_step_torch_
 from lightning_sparse.kernels.moments import moments, moments_torch
 from lightning_sparse.kernels.momentum_select import momentum_select, momentum_select_torch
+from lightning_sparse.kernels.norms import norms, norms_torch
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.kernels.scatter_add import scatter_add_, scatter_add_torch_
 from lightning_sparse.kernels.select import select, select_torch
@@ -29,6 +34,36 @@ def near(left, right):
     # Both round in fp32 within a block only.
     pairs = zip(torch.stack(left[1:]).tolist(), torch.stack(right[1:]).tolist(), strict=True)
     return left.counted.item() == right.counted.item() and all(abs(a - b) <= 1e-5 * (1 + abs(b)) for a, b in pairs)
+
+
+def close(left, right, rtol, atol=0.0):
+    return all(torch.allclose(a.cpu().float(), b.float(), rtol, atol) for a, b in zip(left, right, strict=True))
+
+
+def check_optimizers(device, sizes, dtype):
+    """Norms are sums in another order, and roots of the CPU are off by a bit: LAMB agrees to rounding, LARS exactly."""
+    generator = torch.Generator().manual_seed(1 + sum(sizes))
+
+    def make(kind):
+        here = [torch.randn(size, generator=generator).abs().to(kind) for size in sizes]
+        return here, [piece.to(device, copy=True) for piece in here]
+
+    (w, there_w), (g, there_g), (m, there_m), (v, there_v) = map(make, (dtype, dtype, torch.float32, torch.float32))
+    trust, adam = torch.linspace(0.1, 2, len(sizes)), Adam(0.9, 0.99, 3.0, 5.0, 1e-6, 0.1)
+    there_trust, rounding = trust.to(device), torch.finfo(dtype).eps
+    results = {
+        "norms": close([norms(there_w)], [norms_torch(w)], 1e-6),
+        "lamb_norms": close(
+            [lamb_norms(there_w, there_g, there_m, there_v, adam)], [lamb_norms_torch(w, g, m, v, adam)], 1e-6
+        ),
+    }
+    lars_step_(there_w, there_g, there_m, there_trust, 0.3, 0.1, 0.9, True)
+    lars_step_torch_(w, g, m, trust, 0.3, 0.1, 0.9, True)
+    results["lars_step_"] = same(there_w, w) and same(there_m, m)
+    lamb_step_(there_w, there_g, there_m, there_v, there_trust, adam)
+    lamb_step_torch_(w, g, m, v, trust, adam)
+    results["lamb_step_"] = close(there_w, w, rounding, 100 * rounding) and same(there_m, m) and same(there_v, v)
+    return results
 
 
 def check(device, sizes, dtype, start):
@@ -57,6 +92,7 @@ def check(device, sizes, dtype, start):
     scatter_add_(there_x, values.to(device), indices.to(device), 1 / 3)
     scatter_add_torch_(x, values * (1 / 3), indices)
     results["scatter_add_"] = same(there_x, x)
+    results |= check_optimizers(device, sizes, dtype)
     wrong = [op for op, right in results.items() if not right]
     if wrong:
         sys.exit(f"{', '.join(wrong)} differ at sizes {sizes}, {dtype}, start {start}")

@@ -10,8 +10,9 @@ import pytest
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx90a", "gfx942"]
 COUNTS = ["count-31-20", "count-20-9", "count-9-0"]
 DENSE = ["accumulate_select", "difference_select", "select", "momentum_select", "moments", *COUNTS]
+DENSE += ["norms", "lars_step", "lamb_norms", "lamb_step"]
 ENTRIES = ["collect-x-int32", "collect-y-int32", "collect-x-y-int32", "collect-x-y-int64"]
-ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0"]
+ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0", "join"]
 ENTRIES += ["nm_prune-2-4", "nm_prune-4-16"]
 # block GEMMs of half types, which the tensor cores multiply
 HALF_GEMMS = ["block-forward-16-bf16", "block-forward-64-bf16", "block-transposed-64-bf16", "block-outer-64-bf16"]

@@ -12,14 +12,20 @@ from lightning_sparse.kernels.accumulate_select import accumulate_select
 from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_matmul import block_matmul
 from lightning_sparse.kernels.block_outer import block_outer
+from lightning_sparse.kernels.adam import Adam
 from lightning_sparse.kernels.difference_select import difference_select
 from lightning_sparse.kernels.kth_largest import kth_largest
+from lightning_sparse.kernels.lamb_norms import lamb_norms
+from lightning_sparse.kernels.lamb_step import lamb_step_
+from lightning_sparse.kernels.lars_step import lars_step_
 from lightning_sparse.kernels.moments import moments
 from lightning_sparse.kernels.momentum_select import momentum_select
 from lightning_sparse.kernels.nm_prune import nm_prune
+from lightning_sparse.kernels.norms import norms
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.kernels.select import select
+from lightning_sparse.optim import LAMB, LARS
 
 WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::equal"}
 
@@ -46,6 +52,17 @@ def pieces(seed: int) -> list[Tensor]:
 LAYOUT = BlockLayout.of(torch.ones(2, 3, dtype=torch.bool), 32, 48, 16)
 BLOCKS, INPUT, OUTPUT = torch.ones(6, 16, 16), torch.ones(4, 48), torch.ones(4, 32)
 LIMIT, FEW = torch.tensor(1.5), (torch.ones(2), torch.tensor([3, 5003]))
+ROWS, ADAM = (pieces(0), pieces(1), pieces(2), [x.square() for x in pieces(3)]), Adam(0.9, 0.99, 1.0, 1.0, 1e-6, 0.1)
+
+
+def step(optimizer: Any) -> None:
+    """One step of matrices and vectors in two groups, as on a GPU: with kernels."""
+    weights = [torch.nn.Parameter(x.view(1, -1) if x.numel() > 100 else x) for x in pieces(0)]
+    for weight, gradient in zip(weights, pieces(1), strict=True):
+        weight.grad = gradient.view_as(weight)
+    optimizer([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1, weight_decay=0.1).step()
+
+
 OPS = {
     "select": lambda: select(pieces(0), LIMIT, 100, 7),
     "accumulate_select": lambda: accumulate_select(pieces(0), pieces(1), LIMIT, 100, 7),
@@ -58,6 +75,12 @@ OPS = {
     "block_matmul_transposed": lambda: block_matmul(OUTPUT, BLOCKS, LAYOUT, transposed=True),
     "block_outer": lambda: block_outer(INPUT, OUTPUT, LAYOUT),
     "nm_prune": lambda: nm_prune(INPUT, 2, 4),
+    "norms": lambda: norms(pieces(0)),
+    "lars_step_": lambda: lars_step_(pieces(0), pieces(1), pieces(2), torch.ones(3), 0.1, 0.1, 0.9, True),
+    "lamb_norms": lambda: lamb_norms(*ROWS, ADAM),
+    "lamb_step_": lambda: lamb_step_(*ROWS, torch.ones(3), ADAM),
+    "lars": lambda: step(LARS),
+    "lamb": lambda: step(LAMB),
     "top_k": lambda: _largest_by_threshold(pieces(0), 5077, 100),
 }
 

@@ -1,0 +1,183 @@
+"""What the callbacks that rule learning rates refuse, in both trees, before anything is trained."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sparse.optim import AdaScale
+
+TREES = {"pytorch_lightning": "lightning_sparse.pytorch_lightning", "lightning.pytorch": "lightning_sparse.lightning"}
+
+
+def run(tree: str, make: Any, configure: Any, automatic: bool = True, epochs: int = 1, **options: Any) -> Any:
+    """Fit eight batches under the callbacks that ``make`` gives, with what ``configure`` makes of the parameters."""
+    pl, home = importlib.import_module(tree), importlib.import_module(TREES[tree])
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 2)
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch: list[Tensor]) -> Tensor:
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return configure(self.parameters())
+
+    callbacks = make(home)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": epochs,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    module = Net()
+    trainer = pl.Trainer(callbacks=callbacks, **defaults | options)
+    trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2))
+    return trainer, module
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def with_epochs(parameters: Any) -> Any:
+    optimizer = sgd(parameters)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "both": (
+        lambda home: [home.AutoWarmup(), home.AdaScaleLR()],
+        sgd,
+        {"accumulate_grad_batches": 2},
+        "AutoWarmup: expected to be alone in setting the learning rate, got AdaScaleLR too",
+    ),
+    "rule": (
+        lambda home: [home.AdaScaleLR(), home.LargeBatchLR(base_batch=2)],
+        sgd,
+        {"accumulate_grad_batches": 2},
+        "AdaScaleLR: expected to be alone in setting the learning rate, got LargeBatchLR too",
+    ),
+    "wrapper": (
+        lambda home: [home.AutoWarmup()],
+        lambda weights: AdaScale(sgd(weights), passes=2),
+        {},
+        "AutoWarmup: expected an optimizer without AdaScale, got one",
+    ),
+    "scheduler": (
+        lambda home: [home.AutoWarmup()],
+        with_epochs,
+        {},
+        "AutoWarmup: expected no scheduler, as it is one itself, got StepLR",
+    ),
+    "endless": (
+        lambda home: [home.AutoWarmup()],
+        sgd,
+        {"max_epochs": -1},
+        "AutoWarmup: expected a known number of steps, got inf",
+    ),
+    "manual": (
+        lambda home: [home.AutoWarmup()],
+        sgd,
+        {"automatic": False},
+        "AutoWarmup: expected automatic optimization with one optimizer, got automatic_optimization=False",
+    ),
+    "one micro-batch": (
+        lambda home: [home.AdaScaleLR(scale=4)],
+        sgd,
+        {},
+        "AdaScale: expected at least 2 micro-batches a step, to tell noise from signal, got 1",
+    ),
+    "wrapper alone": (
+        lambda home: [],
+        lambda weights: AdaScale(sgd(weights), passes=2),
+        {"accumulate_grad_batches": 2},
+        r"AdaScale: expected observe_pass\(\) behind every backward pass of a step, got none",
+    ),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_when_training_starts(tree: str, name: str) -> None:
+    make, configure, options, message = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        run(tree, make, configure, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("AutoWarmup", {"lr_min": 2.0}, "expected 0 < lr_min < lr_max, got 2.0 and 1.0"),
+        ("AutoWarmup", {"lr_max": math.inf}, "expected 0 < lr_min < lr_max, got 1e-05 and inf"),
+        ("AutoWarmup", {"growth": 0.0}, r"growth must be in \(0, 1\], a share of the steps, got 0.0"),
+        ("AutoWarmup", {"cooldown": 2}, r"cooldown must be in \(0, 1\], a share of the steps, got 2"),
+        ("AutoWarmup", {"confidence": 1.0}, r"confidence must be in \[0.5, 1\), got 1.0"),
+        ("AutoWarmup", {"patience": 0}, "patience must be an integer of at least 1, got 0"),
+        ("AutoWarmup", {"test_every": 1.5}, "test_every must be an integer of at least 1 or None, got 1.5"),
+        ("AdaScaleLR", {"scale": 1}, "scale must be above 1, got 1"),
+        ("AdaScaleLR", {"steps": 0}, "steps must be an integer of at least 1 or None, got 0"),
+        ("AdaScaleLR", {"power": 0}, r"power must be in \(0, 1\], got 0"),
+    ],
+)
+def test_arguments_are_checked(name: str, options: dict[str, Any], message: str) -> None:
+    home = importlib.import_module("lightning_sparse.callbacks")
+    with pytest.raises(ValueError, match=message):
+        getattr(home, name)(**options)
+
+
+def test_schedulers_of_epochs_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_sparse"):
+        trainer, _ = run(
+            "pytorch_lightning", lambda home: [home.AdaScaleLR()], with_epochs, epochs=2, accumulate_grad_batches=2
+        )
+    assert 'StepLR has no interval="step": it follows real epochs' in caplog.text
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_wrapper_and_a_callback_make_the_same_of_one_rank(tree: str) -> None:
+    """The last step of an epoch has fewer passes than the others, and counts as what it is."""
+    options = {"accumulate_grad_batches": 3, "epochs": 2, "limit_train_batches": 8}
+    plain = run(tree, lambda home: [home.AdaScaleLR()], sgd, **options)
+    wrapped = run(tree, lambda home: [home.AdaScaleLR()], lambda w: AdaScale(sgd(w), passes=3), **options)
+    for first, second in zip(plain[1].parameters(), wrapped[1].parameters(), strict=True):
+        assert torch.equal(first, second)
+    rule = plain[0].callbacks[0]
+    assert rule.gain.steps > plain[0].global_step
+    assert plain[0].optimizers[0].param_groups[0]["lr"] == 0.1
+    # hooks are gone: a step by hand takes the rate that is there
+    weight = next(plain[1].parameters())
+    before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
+    plain[0].optimizers[0].step()
+    torch.testing.assert_close(before - weight.detach(), torch.full_like(weight, 0.1))
+
+
+def test_accumulation_that_changes_keeps_the_base_batch() -> None:
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
+
+    trainer, _ = run(
+        "pytorch_lightning",
+        lambda home: [home.AdaScaleLR(), GradientAccumulationScheduler({0: 2, 1: 4})],
+        sgd,
+        epochs=2,
+    )
+    gain = trainer.callbacks[0].gain
+    assert (gain.scale, gain.micro_batches) == (4, 4)
+    assert 6 <= gain.steps <= 4 * 2 + 2 * 4
