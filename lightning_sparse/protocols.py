@@ -229,10 +229,10 @@ class Tap(Stepped, Protocol):
     def restart(self) -> None:
         """The module's weights were replaced, on every rank: nothing of before is owed any more."""
 
-    def rest(self) -> bool:
+    def rest(self) -> str:
         """Between steps: DDP averages gradients from now on, so everything owed is shared now.
 
-        Every rank calls it. False, and nothing is changed, if ranks keep states that no mean exists of.
+        Every rank calls it. Why that cannot be, and nothing is changed then; empty if it is done.
         """
 
     def resume(self) -> None:

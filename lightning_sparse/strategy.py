@@ -359,8 +359,8 @@ class SparseDDP(_Base):
             tap.resume()
             if is_updates:
                 self.model, self._wrapped = self._module, None
-        elif not tap.rest():
-            guard.refused("ranks keep optimizer states that no mean exists of")
+        elif reason := tap.rest():
+            guard.refused(reason)
         elif is_updates:
             self._wrap()
 

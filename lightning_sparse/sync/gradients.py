@@ -151,11 +151,11 @@ class GradientsTap:
         if error is not None:
             raise error
 
-    def rest(self) -> bool:
+    def rest(self) -> str:
         # what averaging has rounded away leaves with the rest
         self.load_owed(self.owed(self._reducer.transport.world_size))
         self._resting = self._reducer.is_dense = True
-        return True
+        return ""
 
     def resume(self) -> None:
         self._resting = self._reducer.is_dense = self._is_flushed = False
@@ -200,7 +200,10 @@ class GradientsTap:
         return {"left": self._memory.norm(), "input": self._squares**0.5}
 
     def _keeps_nothing(self) -> bool:
-        return not any(bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values())
+        # observers see what passes through the reducer
+        return not self.observers and not any(
+            bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values()
+        )
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()

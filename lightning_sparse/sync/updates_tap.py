@@ -140,12 +140,16 @@ class UpdatesTap:
     def check(self) -> None:
         """Nothing: errors are raised where an exchange is waited for."""
 
-    def rest(self) -> bool:
+    def rest(self) -> str:
+        if self.is_observed:
+            return "somebody looks at this rank's own gradients"
         for group in self._groups.values():
             self._merge(group)
         resting = Resting(self._groups, self._optimizers, self._reducer)
-        self._resting = resting if resting.begin() else None
-        return self._resting is not None
+        if not resting.begin():
+            return "ranks keep optimizer states that no mean exists of"
+        self._resting = resting
+        return ""
 
     def resume(self) -> None:
         if self._resting is not None:
