@@ -39,7 +39,7 @@ def block_matmul(
         TypeError: dtypes or devices differ.
         ValueError: a size does not fit.
 
-    Source: the "dense = sparse x dense" product of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017.
+    Source: the idea of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017; layout and kernels are ours.
     """
     check_blocks(blocks, layout)
     check_operand("x", x, layout.out_features if transposed else layout.in_features, blocks)

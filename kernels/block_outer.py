@@ -37,7 +37,7 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
         TypeError: dtypes or devices differ.
         ValueError: a size does not fit.
 
-    Source: the "sampled dense-dense" product of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017.
+    Source: the idea of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017; layout and kernels are ours.
     """
     check_operand("x", x, layout.in_features, x)
     check_operand("y", y, layout.out_features, x)

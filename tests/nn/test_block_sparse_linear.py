@@ -254,6 +254,24 @@ def test_training_across_masks_equals_masked_dense_training(counts):
     assert optimizer.param_groups[0]["params"][0] is layer.weight
 
 
+def test_any_sequence_of_masks():
+    """What stays keeps its weights, what is new is zero, whatever comes after what."""
+    layer, _ = make_pair(SHAPES["odd"])
+    for seed in range(30):
+        before, mask = layer.dense_weight().detach(), layer.block_mask
+        generator = torch.Generator().manual_seed(seed)
+        new = torch.rand(mask.shape, generator=generator) < torch.rand((), generator=generator)
+        grown, dropped = layer.set_block_mask_(new)
+        assert (grown, dropped) == (int((new & ~mask).sum()), int((mask & ~new).sum()))
+        assert torch.equal(layer.dense_weight(), before * element_mask(new, *SHAPES["odd"]))
+        assert torch.equal(layer.block_mask, new)
+        # new blocks get weights too, other ones in each round
+        twin = nn.Linear(75, 37, dtype=torch.float64)
+        with torch.no_grad():
+            twin.weight.copy_(noise(37, 75, seed=seed))
+        layer.load_state_dict(twin.state_dict())
+
+
 def test_kept_blocks_keep_their_slots():
     layer = BlockSparseLinear(64, 64, False, block=16, density=0.5)
     before = dict(
