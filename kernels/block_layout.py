@@ -67,6 +67,13 @@ class BlockLayout:
         """Block rows and block columns, live or not."""
         return -(-self.out_features // self.block), -(-self.in_features // self.block)
 
+    @property
+    def fits(self) -> bool:
+        """True where all blocks lie within the matrix, no two of them at one place."""
+        height, width = self.grid
+        inside = (self.rows >= 0) & (self.rows < height) & (self.cols >= 0) & (self.cols < width)
+        return bool(inside.all()) and (self.rows * width + self.cols).unique().numel() == self.count
+
     @cached_property
     def mask(self) -> Tensor:
         """[block rows, block columns] bool on the CPU: True where a block is stored."""
@@ -126,34 +133,6 @@ class BlockLayout:
             tables = (table.to(torch.int32).to(device) for table in (starts, slots, others[slots]))
             self._visits[key] = Visits(*tables)
         return self._visits[key]
-
-
-def check_block(owner: str, block: int) -> None:
-    """Raise ValueError unless `block` is one of `BLOCKS`."""
-    if block not in BLOCKS:
-        raise ValueError(f"{owner}: block must be one of {BLOCKS}, got {block}")
-
-
-def check_operand(name: str, x: Tensor, columns: int, like: Tensor) -> None:
-    """Raise unless x is [rows, columns] with the dtype and device of `like`."""
-    if x.dim() != 2 or x.shape[1] != columns:
-        raise ValueError(f"{name} must be [rows, {columns}], got {list(x.shape)}")
-    if x.dtype != like.dtype or x.device != like.device:
-        raise TypeError(f"{name} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}")
-
-
-def check_blocks(blocks: Tensor, layout: BlockLayout) -> None:
-    """Raise unless blocks are [n, block, block] as the layout says."""
-    want = [layout.count, layout.block, layout.block]
-    if list(blocks.shape) != want:
-        raise ValueError(f"blocks must be {want}, got {list(blocks.shape)}")
-
-
-def row_slices(layout: BlockLayout, row: int) -> tuple[slice, int]:
-    """The outputs of a block row, and how many they are."""
-    begin = row * layout.block
-    end = min(begin + layout.block, layout.out_features)
-    return slice(begin, end), end - begin
 
 
 def _as_slice(indices: Tensor) -> Tensor | slice:

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.block_layout import BlockLayout, check_blocks, check_operand, row_slices
+from lightning_sparse.kernels.block_checks import check_blocks, check_operand
+from lightning_sparse.kernels.block_gather import ROWS, block_columns, row_slices, stacked
+from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_tiles import is_whole, precision, row_major, takes_kernel, tiles
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import interpreting
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-# rows of the operand that the CPU multiplies at a time: what it gathers then stays in the cache
-ROWS = 512
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def block_matmul(
         TypeError: dtypes or devices differ.
         ValueError: a size does not fit.
 
-    Source: the "dense = sparse x dense" product of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017.
+    Source: the idea of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017; layout and kernels are ours.
     """
     check_blocks(blocks, layout)
     check_operand("x", x, layout.out_features if transposed else layout.in_features, blocks)
@@ -65,7 +64,7 @@ def block_matmul(
             x.shape[0], x.shape[1], y.shape[1], x.stride(0),
             BIAS=bias is not None, TRANSPOSED=transposed, WHOLE=whole, PRECISION=precision(x.dtype),
             WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=size.rows, BLOCK_K=size.slice,
-            num_warps=size.warps, num_stages=size.stages,
+            num_warps=size.warps, num_stages=size.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -110,20 +109,6 @@ def _scattered(x: Tensor, blocks: Tensor, layout: BlockLayout) -> Tensor:
         else:
             sums.index_add_(0, cols.to(x.device), products)
     return sums.flatten(0, 1)
-
-
-def block_columns(x: Tensor, layout: BlockLayout) -> Tensor:
-    """x [m, in_features] as [block columns, block, m], zero beyond `in_features`."""
-    columns = x.new_empty(layout.grid[1] * layout.block, x.shape[0])
-    columns[: layout.in_features].copy_(x.t())
-    columns[layout.in_features :].zero_()
-    return columns.view(layout.grid[1], layout.block, x.shape[0])
-
-
-def stacked(columns: Tensor, cols: Tensor | slice) -> Tensor:
-    """Some of [block columns, block, m] below each other: [k * block, m]; a view for a slice of them."""
-    picked = columns[cols] if isinstance(cols, slice) else columns.index_select(0, cols.to(columns.device))
-    return picked.flatten(0, 1)
 
 
 @jit

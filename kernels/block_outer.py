@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels.block_layout import BlockLayout, check_operand, row_slices
-from lightning_sparse.kernels.block_matmul import ROWS, block_columns, stacked
+from lightning_sparse.kernels.block_checks import check_operand
+from lightning_sparse.kernels.block_gather import ROWS, block_columns, row_slices, stacked
+from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_tiles import is_whole, outer_tiles, precision, row_major, takes_kernel
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import interpreting
@@ -23,7 +24,7 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
 
     With x the input of a layer and y the gradient of its output, these are the gradients of the layer's blocks, also of
     blocks that are not stored, if a layout names them. Sums run over the rows in order, in float32 (float64 for
-    float64), without atomics: the same bits in every call. On the CPU half types round every 512 rows.
+    float64), without atomics: the same bits in every call. On the CPU half types round every 256 rows.
 
     Args:
         x: [m, in_features] float32, bfloat16, float16 or float64.
@@ -36,7 +37,7 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
         TypeError: dtypes or devices differ.
         ValueError: a size does not fit.
 
-    Source: the "sampled dense-dense" product of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017.
+    Source: the idea of Gray et al., "GPU Kernels for Block-Sparse Weights", 2017; layout and kernels are ours.
     """
     check_operand("x", x, layout.in_features, x)
     check_operand("y", y, layout.out_features, x)
@@ -56,7 +57,7 @@ def block_outer(x: Tensor, y: Tensor, layout: BlockLayout) -> Tensor:
         _block_outer_kernel[(layout.count,)](
             x, y, out, rows, cols, x.shape[0], x.shape[1], y.shape[1], x.stride(0), y.stride(0),
             WHOLE=whole, PRECISION=precision(x.dtype), WIDEN=interpreting(), BLOCK=layout.block, BLOCK_M=size.slice,
-            num_warps=size.warps, num_stages=size.stages,
+            num_warps=size.warps, num_stages=size.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 GROUPS = (2, 4, 8, 16)
-# weights that the CPU compares at a time, and that one program reads
-AT_ONCE = 65_536
-TILE = 2048
+# weights that the CPU compares at a time, and pairs of weights that one program compares
+AT_ONCE, PAIRS = 65_536, 2048
 
 
 @torch.no_grad()
@@ -51,8 +50,9 @@ def nm_prune(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     groups = -(-columns // m)
     if weight.numel():
         with torch.cuda.device_of(weight):
-            _nm_prune_kernel[(-(-rows * groups // (TILE // m)),)](
-                weight, pruned, mask, rows, columns, groups, N=n, M=m, TILE=TILE // m, num_warps=4,
+            _nm_prune_kernel[(-(-rows * groups // tile(m)),)](
+                weight, pruned, mask, rows, columns, groups, N=n, M=m, TILE=tile(m),
+                num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     return pruned, mask
 
@@ -88,6 +88,11 @@ def _kept(weight: Tensor, n: int, m: int) -> Tensor:
         # of the m - 1 - place pairs with later ones, those not won are lost
         torch.lt(losses[place], n - (m - 1 - place), out=kept[:, place])
     return kept.view(rows, columns + -columns % m)[:, :columns]
+
+
+def tile(m: int) -> int:
+    """Groups that one program compares."""
+    return PAIRS // (m * m)
 
 
 def check_nm(owner: str, n: int, m: int) -> None:

@@ -117,32 +117,23 @@ def block_crossover(like: Tensor, rows: int, layout: BlockLayout, packed: bool) 
     case = Case.of(f"BlockSparseLinear{'' if packed else ' for nn.Linear'}", like, rows, *sizes)
 
     def operands() -> tuple[Tensor, Tensor]:
-        return like.new_ones(rows, layout.in_features), like.new_ones(rows, layout.out_features)
+        return like.new_ones(rows, layout.in_features).requires_grad_(), like.new_ones(rows, layout.out_features)
+
+    def blocks_run(density: float, sparse: bool) -> Run:
+        (x, grad), spread = operands(), evenly_spread(density, *sizes)
+        blocks = like.new_ones(spread.count, spread.block, spread.block).requires_grad_()
+
+        def run() -> None:
+            y = BlockProduct.apply(x, blocks, None, spread, sparse, Work(), None)
+            torch.autograd.grad(y, (x, blocks), grad)
+
+        return run
+
+    def linear_run() -> Run:
+        (x, grad), weight = operands(), like.new_ones(sizes[:2]).requires_grad_()
+        return lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), grad)
 
     def dense() -> Run:
-        (x, y), half = operands(), evenly_spread(0.5, *sizes)
-        blocks = like.new_ones(half.count, half.block, half.block)
-        weight = like.new_ones(sizes[:2]).t()
+        return blocks_run(0.5, sparse=False) if packed else linear_run()
 
-        def run() -> None:
-            matrix = matrix_of_blocks(blocks, half) if packed else weight
-            F.linear(x, matrix.t())
-            y @ matrix.t()
-            gradient = x.t() @ y
-            if packed:
-                blocks_of_matrix(gradient, half)
-
-        return run
-
-    def sparse(density: float) -> Run:
-        (x, y), spread = operands(), evenly_spread(density, *sizes)
-        blocks = like.new_ones(spread.count, spread.block, spread.block)
-
-        def run() -> None:
-            block_matmul(x, blocks, spread)
-            block_matmul(y, blocks, spread, transposed=True)
-            block_outer(x, y, spread)
-
-        return run
-
-    return crossover(case, dense, sparse)
+    return crossover(case, dense, lambda density: blocks_run(density, sparse=True))

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sparse.kernels.block_layout import BlockLayout, check_block
+from lightning_sparse.kernels.block_checks import check_block
+from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.nn.block_masks import block_norms, check_mask, largest_mask, random_mask
 from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blocks_of_matrix, matrix_of_blocks
 from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Crossover, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.topology import move_parameter_, plan_moves
 from lightning_sparse.nn.work import Work
 
@@ -43,6 +45,7 @@ class BlockSparseLinear(nn.Module):
         work: multiply-adds done and skipped, see `Work`.
         records_dead_gradient: True makes backward sum the gradient of dead blocks into `dead_gradient`.
         dead_gradient: [dead, block, block] float32, in row-major order of the mask's dead blocks; None until recorded.
+            This rank's own, and scaled where a loss scaler is: average it over ranks as you do with gradients.
 
     Raises:
         ValueError: a size, density or mask that does not fit.
@@ -150,7 +153,7 @@ class BlockSparseLinear(nn.Module):
             bias = bias if bias is None else bias.to(dtype)
         return self._product(x.reshape(-1, self.in_features), weight, bias).view(*x.shape[:-1], self.out_features)
 
-    @torch.compiler.disable
+    @eager
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         watch = (self._dead_layout(), self._record) if self.records_dead_gradient else None
         sparse = self.density <= self._crossover(x).density
@@ -234,6 +237,11 @@ class BlockSparseLinear(nn.Module):
         sizes = self.out_features, self.in_features, self.block
         if rows is not None and cols is not None:
             layout = BlockLayout(rows.cpu().long(), cols.cpu().long(), *sizes)
+            if not layout.fits:
+                args[-1].append(
+                    f"{prefix}weight: expected blocks within {list(layout.grid)}, got others: another layer's"
+                )
+                return
             if layout.count != self._layout.count:
                 self.weight.data = self.weight.new_zeros(layout.count, self.block, self.block)
             self._set_layout(layout)

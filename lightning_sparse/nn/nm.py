@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_sparse.kernels.nm_prune import check_nm, nm_prune
 from lightning_sparse.nn.crossover import NEVER, Case, Crossover, Run, crossover, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.semi_structured import misfit, semi_structured_linear
 from lightning_sparse.nn.work import Work
 
@@ -109,7 +110,7 @@ class NM(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, n={self.n}, m={self.m}, decay={self.decay}"
 
-    @torch.compiler.disable
+    @eager
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         pruned, mask = nm_prune(weight, self.n, self.m)
         sparse = misfit(x, self.out_features, self.n, self.m) is None and self._crossover(x).density > 0

@@ -62,7 +62,7 @@ class Seen(Moving):
 
 def run(folder: Path) -> None:
     """Each strategy, with the modules that it leaves behind."""
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)
     makers = {
         "ddp": pl.strategies.DDPStrategy,
         "updates": lambda: ls.SparseDDPStrategy(exchange=ls.Updates()),

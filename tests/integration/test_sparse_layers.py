@@ -16,7 +16,7 @@ from tests.integration.sparse_layers import EVERY
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layers")
-    run_ranks(Path(__file__).with_name("sparse_layers.py"), str(folder), cwd=folder, timeout=120)
+    run_ranks(Path(__file__).with_name("sparse_layers.py"), str(folder), cwd=folder, timeout=300)
     return [json.loads((folder / f"layers{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -76,7 +76,23 @@ def cases(backend):
             constants |= {"BIAS": op == "forward", "TRANSPOSED": op == "transposed"}
             constants |= {"BLOCK_M": size.rows, "BLOCK_K": size.slice}
         signature = {key: kind or f"*{NAMES[dtype]}" for key, kind in signature.items()}
-        yield name, kernel, signature, constants, {"num_warps": size.warps, "num_stages": size.stages}
+        yield (
+            name,
+            kernel,
+            signature,
+            constants,
+            {
+                "num_warps": size.warps,
+                "num_stages": size.stages,
+                "enable_fp_fusion": True,
+            },
+        )
     for n, m in ((2, 4), (4, 16)):
-        constants = {"N": n, "M": m, "TILE": nm_prune.TILE // m}
-        yield f"nm_prune-{n}-{m}", nm_prune._nm_prune_kernel, PRUNE, constants, {"num_warps": 4}
+        constants = {"N": n, "M": m, "TILE": nm_prune.tile(m)}
+        yield (
+            f"nm_prune-{n}-{m}",
+            nm_prune._nm_prune_kernel,
+            PRUNE,
+            constants,
+            {"num_warps": 4, "enable_fp_fusion": False},
+        )

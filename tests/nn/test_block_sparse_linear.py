@@ -178,6 +178,11 @@ def test_the_crossover_chooses_the_path():
     assert [(case.layer, case.shape) for case in known()] == [("BlockSparseLinear", (8, 64, 64, 16))]
     layer(torch.ones(7, 64))
     assert len(known()) == 1
+    with torch.inference_mode():
+        layer(torch.ones(1, 64))
+    with torch.no_grad():
+        layer(torch.ones(2, 64))
+    assert len(known()) == 3
 
 
 @pytest.mark.parametrize("crossover", PATHS.values(), ids=PATHS)
@@ -249,6 +254,24 @@ def test_training_across_masks_equals_masked_dense_training(counts):
     assert optimizer.param_groups[0]["params"][0] is layer.weight
 
 
+def test_any_sequence_of_masks():
+    """What stays keeps its weights, what is new is zero, whatever comes after what."""
+    layer, _ = make_pair(SHAPES["odd"])
+    for seed in range(30):
+        before, mask = layer.dense_weight().detach(), layer.block_mask
+        generator = torch.Generator().manual_seed(seed)
+        new = torch.rand(mask.shape, generator=generator) < torch.rand((), generator=generator)
+        grown, dropped = layer.set_block_mask_(new)
+        assert (grown, dropped) == (int((new & ~mask).sum()), int((mask & ~new).sum()))
+        assert torch.equal(layer.dense_weight(), before * element_mask(new, *SHAPES["odd"]))
+        assert torch.equal(layer.block_mask, new)
+        # new blocks get weights too, other ones in each round
+        twin = nn.Linear(75, 37, dtype=torch.float64)
+        with torch.no_grad():
+            twin.weight.copy_(noise(37, 75, seed=seed))
+        layer.load_state_dict(twin.state_dict())
+
+
 def test_kept_blocks_keep_their_slots():
     layer = BlockSparseLinear(64, 64, False, block=16, density=0.5)
     before = dict(
@@ -299,6 +322,19 @@ def test_state_dict():
     x = noise(3, 75)
     assert torch.equal(other.block_mask, mask)
     assert torch.equal(other(x), layer(x))
+
+
+def test_state_dict_of_another_layer():
+    layer, other = BlockSparseLinear(64, 64, block=16, density=0.5), BlockSparseLinear(32, 64, block=16, density=1.0)
+    before = layer.block_mask
+    other.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match=r"weight: expected blocks within \[4, 2\], got others"):
+        other.load_state_dict(layer.state_dict())
+    twice = layer.state_dict()
+    twice["block_rows"], twice["block_cols"] = twice["block_rows"] * 0, twice["block_cols"] * 0
+    with pytest.raises(RuntimeError, match=r"weight: expected blocks within \[4, 4\], got others"):
+        layer.load_state_dict(twice)
+    assert torch.equal(layer.block_mask, before)
 
 
 def test_state_dict_of_nn_linear():
