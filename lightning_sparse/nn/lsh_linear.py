@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
 from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.crossover import Crossover, Switch, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.lsh_tables import LSHTables
 from lightning_sparse.nn.lsh_timing import lsh_crossover
 from lightning_sparse.nn.own_step import OwnStep
@@ -136,7 +137,7 @@ class LSHLinear(OwnStep, nn.Linear):
             f" tail={self.tail}, shared={self.shared}, rank={self.rank}, world_size={self.world_size}"
         )
 
-    @torch.compiler.disable
+    @eager
     def loss(self, x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """The cross-entropy, estimated in training and exact in evaluation.
 
