@@ -266,7 +266,7 @@ class LSHLinear(OwnStep, nn.Linear):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         # the tables are of other rows
-        self._next = -1
+        self._next = self._dense_until = -1
 
 
 def _offset(certain: Tensor, drawn: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
