@@ -59,7 +59,7 @@ def _contest(layer: nn.Module, dense: nn.Module, pattern: Pattern, shape: tuple[
     def check() -> bool:
         run(dense)
         pairs = zip(results[layer], results[dense], strict=True)
-        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max())) for a, b in pairs)
+        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item()) for a, b in pairs)
 
     return Contest(partial(run, layer), partial(run, dense), check)
 

@@ -16,9 +16,9 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            return function(*args)
-        return torch._dynamo.disable(function)(*args)
+            return function(*args, **kwargs)
+        return torch._dynamo.disable(function)(*args, **kwargs)
 
     return call

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
 from lightning_sparse.nn.adopt import adopt
-from lightning_sparse.nn.crossover import Case, Crossover, Run, Switch, crossover, rounded_up
+from lightning_sparse.nn.crossover import Crossover, Switch, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.lsh_tables import LSHTables
+from lightning_sparse.nn.lsh_timing import lsh_crossover
 from lightning_sparse.nn.own_step import OwnStep
 from lightning_sparse.nn.work import Work
 from lightning_sparse.protocols import Schedule, Transport
@@ -41,9 +43,9 @@ class LSHLinear(OwnStep, nn.Linear):
         in_features, out_features, bias, device, dtype: as for `nn.Linear`; classes of all ranks.
         tables: number of hash tables.
         bits: bits of a hash code; by default buckets hold half of ``bucket`` rows on average.
-        bucket: rows taken of each bucket, at most.
+        bucket: rows taken of each bucket, at most; by default one for every 6000 rows of the rank, 8 to 64.
         tail: classes drawn at random in each step, on each rank; 0 leaves out what the tables do not find, which
-            underestimates the normaliser, as SLIDE does.
+            underestimates the normaliser, as SLIDE does. By default one for every 32 rows, 2048 at most.
         shared: whether every sample of a batch competes against what all of them found, at no further cost.
         rebuild: steps from one hashing of all rows to the next, or a schedule of it.
         redraw: hashings until the hash functions are drawn anew.
@@ -80,8 +82,8 @@ class LSHLinear(OwnStep, nn.Linear):
         *,
         tables: int = 8,
         bits: int | None = None,
-        bucket: int = 64,
-        tail: int = 2048,
+        bucket: int | None = None,
+        tail: int | None = None,
         shared: bool = True,
         rebuild: int | Schedule = 50,
         redraw: int = 20,
@@ -92,12 +94,14 @@ class LSHLinear(OwnStep, nn.Linear):
         world_size, rank = (1, 0) if transport is None else (transport.world_size, transport.rank)
         if out_features < world_size:
             raise ValueError(f"LSHLinear: expected a class for each of {world_size} ranks, got {out_features}")
+        rows = (out_features - rank + world_size - 1) // world_size
+        bucket = min(64, max(8, rows // 6000)) if bucket is None else bucket
+        tail = min(2048, -(-rows // 32)) if tail is None else tail
         for name, value, least in (("bucket", bucket, 1), ("tail", tail, 0), ("redraw", redraw, 1)):
             if value < least:
                 raise ValueError(f"LSHLinear: {name} must be at least {least}, got {value}")
         self.seed, self.rank, self.world_size = seed, rank, world_size
         self.transport = transport if world_size > 1 else None
-        rows = (out_features - rank + world_size - 1) // world_size
         super().__init__(in_features, rows, bias, device, dtype)
         self.out_features = out_features
         bits = min(20, max(1, round(math.log2(max(2, 2 * rows / bucket))))) if bits is None else bits
@@ -105,7 +109,7 @@ class LSHLinear(OwnStep, nn.Linear):
         self.sparse = sparse
         self.tables = LSHTables(in_features, tables, bits, seed)
         self.work = Work()
-        self._next, self._built = -1, 0
+        self._next, self._built, self._dense_until = -1, 0, -1
         self._switch = Switch()
         self._interval()
 
@@ -133,7 +137,7 @@ class LSHLinear(OwnStep, nn.Linear):
             f" tail={self.tail}, shared={self.shared}, rank={self.rank}, world_size={self.world_size}"
         )
 
-    @torch.compiler.disable
+    @eager
     def loss(self, x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         """The cross-entropy, estimated in training and exact in evaluation.
 
@@ -224,6 +228,9 @@ class LSHLinear(OwnStep, nn.Linear):
 
     @torch.no_grad()
     def _active(self, x: Tensor, targets: Tensor) -> Active:
+        if self.step < self._dense_until:
+            self.step += 1
+            return self._all(targets)
         if self.step >= self._next or self.tables.order.device != self.weight.device:
             self.refresh()
         draw = Draw(self.seed, self.step, f"rank {self.rank}")
@@ -241,6 +248,8 @@ class LSHLinear(OwnStep, nn.Linear):
         drawn[bits[self.tables.tables :] % rows] = True
         chosen = (likely | drawn)[:rows].nonzero().view(-1)  # [u]
         if not self._switch.takes_sparse(len(chosen) / rows, self._crossover(len(x))):
+            # what is likely is not looked for meanwhile
+            self._dense_until = self.step + self._interval() - 1
             return self._all(targets)
         target = torch.where(owned, torch.searchsorted(chosen, own.clamp(min=0)), -1)
         if self.shared:
@@ -252,16 +261,12 @@ class LSHLinear(OwnStep, nn.Linear):
         return Active(chosen, target, _offset(certain, drawn[chosen], rows, self.weight.dtype))
 
     def _crossover(self, batch: int) -> Crossover:
-        weight, rows = self.weight, rounded_up(batch)
-        case = Case.of("LSHLinear", weight, rows, len(weight), self.in_features)
-        return crossover(
-            case, lambda: _run(weight, rows, None), lambda density: _run(weight, rows, density), densities=(0.25, 1.0)
-        )
+        return lsh_crossover(self.weight.detach(), self.tables, rounded_up(batch), self.bucket, self._interval())
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         # the tables are of other rows
-        self._next = -1
+        self._next = self._dense_until = -1
 
 
 def _offset(certain: Tensor, drawn: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -270,21 +275,3 @@ def _offset(certain: Tensor, drawn: Tensor, rows: int, dtype: torch.dtype) -> Te
     others = (rows - certain.sum(-1, keepdim=True)).to(dtype)
     stands_for = (others / tail.sum(-1, keepdim=True).clamp(min=1)).log()
     return torch.where(certain, 0.0, torch.where(tail, stands_for, -torch.inf))
-
-
-def _run(weight: Tensor, batch: int, density: float | None) -> Run:
-    """A loss and its backward pass over a fraction of the rows; over all of them, where they lie, without one."""
-    leaf = weight.detach().requires_grad_()
-    x = weight.new_zeros(batch, weight.shape[1])
-    rows = None
-    if density is not None:
-        rows = torch.linspace(0, len(weight) - 1, max(1, int(density * len(weight))), device=weight.device).long()
-    inputs = x.clone().requires_grad_()
-    active = Active(rows, torch.zeros(batch, dtype=torch.int64, device=weight.device), None)
-
-    def run() -> None:
-        with torch.enable_grad():
-            loss = active_cross_entropy(inputs, x, leaf, None, active, None, Work(), True).sum()
-            torch.autograd.grad(loss, [inputs, leaf])
-
-    return run

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.kernels.block_layout import check_block
+from lightning_sparse.kernels.block_checks import check_block
 from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.precision import working_dtype
 from lightning_sparse.nn.products import LinearProducts

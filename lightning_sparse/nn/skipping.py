@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_sparse.nn import skip_forms
 from lightning_sparse.nn.crossover import Case, Switch, crossover, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.live import Live, both, find_live
 from lightning_sparse.nn.products import Products, macs
 from lightning_sparse.nn.work import Pass, Work
@@ -31,7 +32,7 @@ class Skipping:
         products: the dense ones.
         tile: side of tiles, or None for none.
         relu_input: gradients for inputs are made in the input's live rows and columns only.
-        strict: passes whose other operand is not finite run densely, so that 0 times infinity is NaN.
+        strict: passes run densely where what zeros are multiplied with is not finite, so that NaN comes of it.
     """
 
     def __init__(self, name: str, products: Products, tile: int | None, relu_input: bool, strict: bool) -> None:
@@ -40,7 +41,7 @@ class Skipping:
         self.work = Work()
         self._switches: dict[str, Switch] = {}
 
-    @torch.compiler.disable
+    @eager
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[m, o, ...] of x [m, i, ...] and weight [o, i, ...]."""
         return _Skipping.apply(x, weight, bias, self)
@@ -48,7 +49,7 @@ class Skipping:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, live: Live) -> Tensor:
         """The output; ``live`` is of x."""
         lines = live.row_count * live.column_count * weight.shape[0]
-        form = self._form("forward", self.work.forward, lines, live.tile_density, weight, x, weight)
+        form = self._form("forward", self.work.forward, lines, live.tile_density, (weight,), x, weight)
         return skip_forms.output(self.products, form, x, weight, bias, live)
 
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, live_x: Live, needs: tuple[bool, ...]) -> _Gradients:
@@ -63,11 +64,11 @@ class Skipping:
             inputs = x.shape[1] if columns is None else len(columns)
             lines = _count(rows, len(x)) * live.column_count * inputs
             count = self.work.input_gradient
-            dx_form = self._form("input gradient", count, lines, live.tile_density, weight, x, weight)
+            dx_form = self._form("input gradient", count, lines, live.tile_density, (weight,), x, weight)
         if needs[1]:
             lines = _count(shared, len(x)) * live.column_count * live_x.column_count
             tiles = min(live.tile_density, live_x.tile_density)
-            dw_form = self._form("weight gradient", self.work.weight_gradient, lines, tiles, grad, x, weight)
+            dw_form = self._form("weight gradient", self.work.weight_gradient, lines, tiles, (grad, x), x, weight)
         if dx_form == dw_form == "dense":
             return self.products.gradients(grad, x, weight, needs)
         dx = dw = None
@@ -77,7 +78,9 @@ class Skipping:
             dw = skip_forms.grad_weight(self.products, dw_form, grad, x, weight, live, live_x, shared)
         return dx, dw, grad.sum([0, *range(2, grad.dim())]) if needs[2] else None
 
-    def _form(self, when: str, count: Pass, lines: int, tiles: float, other: Tensor, x: Tensor, weight: Tensor) -> str:
+    def _form(
+        self, when: str, count: Pass, lines: int, tiles: float, others: tuple[Tensor, ...], x: Tensor, weight: Tensor
+    ) -> str:
         """The form of a pass, whose products are counted.
 
         Args:
@@ -87,14 +90,16 @@ class Skipping:
         every = len(x) * weight.shape[0] * weight.shape[1]
         fractions = {"lines": lines / max(1, every), "tiles": tiles}
         form = min(fractions, key=fractions.__getitem__)
-        if not self._gains(when, form, fractions[form], other, x, weight):
+        if not self._gains(when, form, fractions[form], others, x, weight):
             form = "dense"
         done = {"dense": every, "lines": lines, "tiles": round(tiles * every)}[form]
         count.add(macs(self.products, x, weight), done, every)
         return form
 
-    def _gains(self, when: str, form: str, density: float, other: Tensor, x: Tensor, weight: Tensor) -> bool:
-        if density > _WORTHWHILE or (self.strict and not bool(other.isfinite().all())):
+    def _gains(
+        self, when: str, form: str, density: float, others: tuple[Tensor, ...], x: Tensor, weight: Tensor
+    ) -> bool:
+        if density > _WORTHWHILE or (self.strict and not all(bool(other.isfinite().all()) for other in others)):
             return False
         options = (self.tile or 0,) if form == "tiles" else self.products.options()
         case = Case.of(f"{self.name} {when}, {form}", x, rounded_up(len(x)), *x.shape[1:], *weight.shape, *options)

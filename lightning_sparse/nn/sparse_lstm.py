@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Case, Crossover, Run, Switch, crossover, rounded_up
+from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.gate_selection import GRANULARITIES, GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
 from lightning_sparse.nn.own_step import OwnStep
@@ -100,7 +101,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
         rule = f"density={self.density}" if self.threshold is None else f"threshold={self.threshold}"
         return f"{super().extra_repr()}, {rule}, granularity={self.granularity}, chunk={self.chunk}"
 
-    @torch.compiler.disable
+    @eager
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         """As `nn.LSTM`: the hidden states of the last layer, and the last hidden and cell state of all layers."""
         if not (self.training and torch.is_grad_enabled()):
