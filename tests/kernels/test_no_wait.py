@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.compressors.top_k import _largest_by_threshold
 from lightning_sparse.kernels.accumulate_select import accumulate_select
+from lightning_sparse.kernels.adam import Adam
 from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_matmul import block_matmul
 from lightning_sparse.kernels.block_outer import block_outer
-from lightning_sparse.kernels.adam import Adam
 from lightning_sparse.kernels.difference_select import difference_select
 from lightning_sparse.kernels.kth_largest import kth_largest
 from lightning_sparse.kernels.lamb_norms import lamb_norms
