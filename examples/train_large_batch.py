@@ -126,7 +126,7 @@ EXAMPLES: dict[str, Example] = {
         1, 1, lambda steps: LanguageModel(0.02, steps), lambda batch, seed: text(6400, batch, seed), clip=1.0
     ),
     "digits": Example(
-        4, 10, lambda steps: Digits(0.0025, steps), lambda batch, seed: train_digits.make_loaders(batch, 1)
+        2, 20, lambda steps: Digits(0.0025, steps), lambda batch, seed: train_digits.make_loaders(batch, 1)
     ),
 }
 
