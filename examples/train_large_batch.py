@@ -3,16 +3,16 @@
 python examples/train_large_batch.py                                  # language model and digits, 3 seeds
 python examples/train_large_batch.py --examples digits --seeds 0      # some of it
 python examples/train_large_batch.py --json FILE --plot FILE          # finished runs in FILE are not run again
+python examples/train_large_batch.py --ranks 2                        # over sparse_ddp at density 1 %
 
-"adascale-whole" alone goes on for as many epochs as its scale-invariant steps take.
-One process: a batch x16 is 16 base batches whose gradients are accumulated, as 16 ranks would average them.
+A batch x16 is 16 base batches whose gradients are accumulated by one rank, or 8 on each of two. "adascale-whole" alone
+goes on for as many epochs as its scale-invariant steps take.
 """
 
 import argparse
 import json
 import logging
 import math
-import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,18 +24,17 @@ import torch
 import train_digits
 from common import versions
 from corpus import VALIDATION_SEED, Windows, read
+from large_batch_report import Row, markdown, plot, table
 from pytorch_lightning.callbacks import Callback
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch.utils.data import DataLoader
 from train_lm import CONTEXT, GPT, VALIDATION_BATCH, VALIDATION_WINDOWS
 
+from lightning_sparse import SparseDDPStrategy
 from lightning_sparse.callbacks import AdaScaleLR, AutoWarmup, LargeBatchLR
 
-Row = dict[str, Any]
 FACTORS = [1, 4, 16]
-WITHIN = 0.03  # of the loss at the base batch: what counts as reached
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,15 @@ RULES: dict[str, Rule] = {
 class LanguageModel(GPT):
     """The model of `train_lm.py`, small, with SGD, warm-up and cosine over a run of any number of steps."""
 
+    is_scheduled = True
+
     def __init__(self, lr: float, max_steps: int) -> None:
         super().__init__("tiny", lr, "cosine", max_steps)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_factor)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if self.is_scheduled else []
 
     def _lr_factor(self, step: int) -> float:
         done = min(1.0, step / self.max_steps)
@@ -97,6 +98,8 @@ class LanguageModel(GPT):
 class Digits(train_digits.ConvNet):
     """The network of `train_digits.py` with a cosine schedule."""
 
+    is_scheduled = True
+
     def __init__(self, lr: float, max_steps: int) -> None:
         super().__init__(lr, momentum=0.9)
         self.max_steps = max_steps
@@ -104,7 +107,7 @@ class Digits(train_digits.ConvNet):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.max_steps)
-        return [optimizer], [{"scheduler": cosine, "interval": "step"}]
+        return [optimizer], [{"scheduler": cosine, "interval": "step"}] if self.is_scheduled else []
 
 
 @dataclass(frozen=True)
@@ -132,30 +135,38 @@ EXAMPLES: dict[str, Example] = {
         1, 1, lambda steps: LanguageModel(0.02, steps), lambda batch, seed: text(6400, batch, seed), clip=1.0
     ),
     "digits": Example(
-        4, 10, lambda steps: Digits(0.0025, steps), lambda batch, seed: train_digits.make_loaders(batch, 1)
+        2, 20, lambda steps: Digits(0.0025, steps), lambda batch, seed: train_digits.make_loaders(batch, 1)
     ),
 }
 
 
-def train(name: str, rule: str, factor: int, seed: int) -> Row:
-    """One run."""
+class Count(Callback):
+    """Steps as a metric, which comes back from ranks that are processes of their own."""
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        module.log("steps", float(trainer.global_step), sync_dist=True)
+
+
+def train(name: str, rule: str, factor: int, seed: int, ranks: int) -> Row:
+    """One run; at the base batch there is nothing to share between ranks."""
     example = EXAMPLES[name]
     pl.seed_everything(seed, verbose=False)
     loaders = example.loaders(example.base_batch, seed)
     base_steps = len(loaders[0]) * example.epochs
     setting = Setting(example.base_batch, factor, example.epochs, base_steps)
     module = example.model(base_steps if RULES[rule].is_scale_invariant else setting.steps)
-    if RULES[rule].is_schedule:
-        optimizers, _ = module.configure_optimizers()
-        module.configure_optimizers = lambda: optimizers
+    module.is_scheduled = not RULES[rule].is_schedule
+    is_whole = RULES[rule].is_whole
+    shared = min(ranks, factor)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
-        max_epochs=-1 if RULES[rule].is_whole else example.epochs,
-        accumulate_grad_batches=factor,
-        check_val_every_n_epoch=1 if RULES[rule].is_whole else example.epochs,
+        devices=shared,
+        strategy=SparseDDPStrategy(density=0.01, start_method="spawn") if shared > 1 else "auto",
+        max_epochs=-1 if is_whole else example.epochs,
+        accumulate_grad_batches=factor // shared,
+        check_val_every_n_epoch=1 if is_whole else example.epochs,
         gradient_clip_val=example.clip,
-        callbacks=RULES[rule].callbacks(setting),
+        callbacks=[Count(), *RULES[rule].callbacks(setting)],
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -170,17 +181,22 @@ def train(name: str, rule: str, factor: int, seed: int) -> Row:
         "batch": factor * example.base_batch,
         "lr": module.lr,
         "seed": seed,
-        "steps": trainer.global_step,
-        "epochs": trainer.current_epoch,
+        "ranks": ranks,
+        "steps": (steps := int(trainer.callback_metrics["steps"])),
+        "epochs": math.ceil(steps * factor / len(loaders[0])) if is_whole else example.epochs,
         **{key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val_")},
         "versions": versions(),
     }
 
 
-def runs(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
+Run = tuple[str, str, int, int, int]
+"""Example, rule, factor, seed and ranks."""
+
+
+def runs(options: argparse.Namespace) -> list[Run]:
     """What is to be trained: at the base batch all rules are the same."""
     return [
-        (name, rule, factor, seed)
+        (name, rule, factor, seed, options.ranks)
         for seed in options.seeds
         for name in options.examples
         for factor in options.factors
@@ -188,75 +204,9 @@ def runs(options: argparse.Namespace) -> list[tuple[str, str, int, int]]:
     ]
 
 
-def mean_losses(rows: list[Row]) -> dict[tuple[str, str, int], list[float]]:
-    """The losses of all seeds, by example, rule and factor."""
-    found: dict[tuple[str, str, int], list[float]] = {}
-    for row in rows:
-        found.setdefault((row["example"], row["rule"], row["factor"]), []).append(row["val_loss"])
-    return found
-
-
-def cells(rows: list[Row]) -> list[list[str]]:
-    """A line for each example and rule: the mean loss at each factor, and how far it is from the base batch's."""
-    losses = mean_losses(rows)
-    factors = sorted({factor for _, _, factor in losses})
-    lines = []
-    for name, rule in dict.fromkeys((name, rule) for name, rule, factor in losses if factor > 1):
-        base = statistics.fmean(losses[name, "none", 1])
-        line = [name, rule, f"{base:.4f}"]
-        for factor in factors[1:]:
-            if (name, rule, factor) in losses:
-                loss = statistics.fmean(losses[name, rule, factor])
-                line.append(f"{loss:.4f} ({loss / base - 1:+.1%})" + (" *" if loss <= (1 + WITHIN) * base else ""))
-            else:
-                line.append("")
-        lines.append(line)
-    return lines
-
-
-def header(rows: list[Row]) -> list[str]:
-    """Of the columns of `cells`."""
-    return ["example", "rule", *(f"batch x{factor}" for factor in sorted({row["factor"] for row in rows}))]
-
-
-def markdown(rows: list[Row]) -> str:
-    """The table as the README holds it."""
-    lines = [header(rows), ["---"] * len(header(rows)), *cells(rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def table(rows: list[Row]) -> Table:
-    """The same for a terminal."""
-    seeds = len({row["seed"] for row in rows})
-    out = Table(*header(rows), title=f"validation loss, mean of {seeds} seeds; * within {WITHIN:.0%} of batch x1")
-    for line in cells(rows):
-        out.add_row(*line)
-    return out
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draws loss over batch, one panel an example, with the range over seeds."""
-    from matplotlib.figure import Figure
-
-    losses = mean_losses(rows)
-    names = list(dict.fromkeys(row["example"] for row in rows))
-    figure = Figure(figsize=(4.2 * len(names), 3.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for rule in dict.fromkeys(rule for example, rule, _ in losses if example == name):
-            points = {f: x for (example, r, f), x in losses.items() if example == name and r == rule}
-            points.setdefault(1, losses[name, "none", 1])
-            order = sorted(points)
-            means = [statistics.fmean(points[f]) for f in order]
-            spread = [[m - min(points[f]) for f, m in zip(order, means, strict=True)]]
-            spread.append([max(points[f]) - m for f, m in zip(order, means, strict=True)])
-            axes.errorbar(order, means, spread, marker=".", capsize=3, label=rule)
-        axes.set(xscale="log", xlabel="batch over base batch", ylabel="validation loss", title=name)
-        axes.set_xticks(sorted({row["factor"] for row in rows}), [f"x{f}" for f in sorted({r["factor"] for r in rows})])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+def run_of(row: Row) -> Run:
+    """What a row was trained with."""
+    return row["example"], row["rule"], row["factor"], row["seed"], row["ranks"]
 
 
 def main(options: argparse.Namespace) -> None:
@@ -267,18 +217,18 @@ def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     rows: list[Row] = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     wanted = runs(options)
-    done = {(row["example"], row["rule"], row["factor"], row["seed"]) for row in rows}
+    done = {run_of(row) for row in rows}
     with Progress(disable=options.quiet) as progress:
         task = progress.add_task("training", total=len(wanted))
         for run in wanted:
-            progress.update(task, description="{}, {}, x{}, seed {}".format(*run))
+            progress.update(task, description="{}, {}, x{}, seed {}, {} ranks".format(*run))
             if run not in done:
                 rows.append(train(*run))
                 if options.json:
                     options.json.parent.mkdir(parents=True, exist_ok=True)
                     options.json.write_text(json.dumps(rows, indent=1) + "\n")
             progress.advance(task)
-    shown = [row for row in rows if (row["example"], row["rule"], row["factor"], row["seed"]) in set(wanted)]
+    shown = [row for row in rows if run_of(row) in set(wanted)]
     Console().print(table(shown))
     if options.plot:
         plot(shown, options.plot)
@@ -289,6 +239,7 @@ if __name__ == "__main__":
     parser.add_argument("--examples", nargs="+", choices=list(EXAMPLES), default=["lm", "digits"])
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--factors", nargs="+", type=int, default=FACTORS, help="batches over the base batch; with 1")
+    parser.add_argument("--ranks", type=int, default=1, help="more than 1: sparse_ddp at density 1 %%, where x1 is not")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep each finished run there")
@@ -300,5 +251,7 @@ if __name__ == "__main__":
         print(markdown(json.loads(arguments.print.read_text())))
     elif 1 not in arguments.factors:
         parser.error(f"--factors: expected 1 among them, which the others are compared with, got {arguments.factors}")
+    elif bad := [x for x in arguments.factors if x > 1 and (x < arguments.ranks or x % arguments.ranks)]:
+        parser.error(f"--ranks: expected {arguments.ranks} to divide every factor above 1, got {bad}")
     else:
         main(arguments)

@@ -90,6 +90,10 @@ class Reducer:
 
         return self._worker.submit(announced).result()
 
+    def averages_all(self, step: int) -> bool:
+        """Whether that step's exchange is a plain dense all-reduce."""
+        return not self._is_picked(self._density(step))
+
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
         density = self._density(job.step)
@@ -151,10 +155,6 @@ class Reducer:
         """Another density and codec from the next job on. Every rank calls it, behind the same job."""
         self.call(lambda: None)
         self.density, self._codec = density, _TimedCodec(codec)
-
-    def averages_all(self, step: int) -> bool:
-        """Whether that step's exchange is a plain dense all-reduce."""
-        return not self._is_picked(self._density(step))
 
     def snapshot(self) -> tuple[Totals, dict[str, Picked]]:
         """Copies of ``totals`` and ``last`` that belong together. Waits for no exchange."""

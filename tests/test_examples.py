@@ -56,6 +56,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         "corpus",
         "elastic",
         "frontier",
+        "large_batch_report",
         "network_table",
         "optimizers",
         "report",
@@ -209,6 +210,7 @@ def test_large_batch_keeps_finished_runs_and_compares_with_the_base_batch(
         rules=list(module.RULES),
         factors=[1, 4],
         seeds=[0],
+        ranks=1,
         threads=torch.get_num_threads(),
         json=tmp_path / "out/rows.json",
         plot=tmp_path / "out/plot.png",
@@ -221,6 +223,10 @@ def test_large_batch_keeps_finished_runs_and_compares_with_the_base_batch(
     assert [row["steps"] for row in rows if row["rule"] in ("none", "linear", "sqrt")] == [44, 11, 11, 11]
     assert len({row["val_loss"] for row in rows}) == len(rows)
     assert options.plot.stat().st_size > 1000
+    shared = module.train("digits", "linear", 4, 0, ranks=2)
+    assert (shared["ranks"], shared["steps"]) == (2, 11)
+    # other micro-batches, and an exchange at 1 %
+    assert shared["val_loss"] == pytest.approx(rows[2]["val_loss"], rel=0.5)
     capsys.readouterr()
     monkeypatch.setattr(module, "train", None)
     module.main(options)
@@ -250,7 +256,7 @@ def test_large_batch_marks_what_is_within_three_per_cent(load: Any) -> None:
         for (rule, factor), both in losses.items()
         for seed, loss in enumerate(both)
     ]
-    assert load("train_large_batch").markdown(rows).splitlines() == [
+    assert load("large_batch_report").markdown(rows).splitlines() == [
         "| example | rule | batch x1 | batch x4 |",
         "| --- | --- | --- | --- |",
         "| lm | none | 2.0000 | 2.2500 (+12.5%) |",

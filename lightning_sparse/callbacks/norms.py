@@ -94,8 +94,8 @@ class OwnGradients:
 class TappedGradients:
     """``Gradients`` on several ranks: each rank's gradient is a sample, seen before the exchange.
 
-    Where the exchange is dense, the mean is seen behind it; otherwise it is sketched, as a sparse mean with error
-    feedback is not the mean of these gradients.
+    Where the exchange is dense and nothing was kept, the mean is seen behind it; otherwise it is sketched, as a sparse
+    mean with error feedback is not the mean of these gradients.
     """
 
     how = "each rank's gradient, their mean behind a dense exchange or by a sketch"
@@ -109,6 +109,8 @@ class TappedGradients:
         self._each: list[Tensor] = []
         self._sketches: list[Tensor] = []
         self._means: list[Tensor] = []
+        self._step: int | None = None
+        self._was_dense = self._is_exact = False
         tap.observers.append(self)
 
     def behind_backward(self, loss_scale: float) -> None:
@@ -116,18 +118,19 @@ class TappedGradients:
 
     @torch.no_grad()
     def before(self, job: Job) -> None:
+        self._begin(job)
         vectors, owner = self._mine(job)
         if not vectors:
             return
         self._each.append(by_group(squares(vectors), owner, self._count))
-        if not self._is_exact(job):
+        if not self._is_exact:
             draw = Draw(self._reducer.seed, job.step, f"gain of {job.name}")
             self._sketches.append(sketch(vectors, owner, self._count, draw))
 
     @torch.no_grad()
     def after(self, outcome: Outcome) -> None:
         vectors, owner = self._mine(outcome.picked.job)
-        if vectors and self._is_exact(outcome.picked.job):
+        if vectors and self._is_exact:
             self._means.append(by_group(squares(vectors), owner, self._count))
 
     @torch.no_grad()
@@ -144,9 +147,14 @@ class TappedGradients:
         mine = [(x, self._owner[name]) for name, x in pairs if name in self._owner]
         return [x for x, _ in mine], [at for _, at in mine]
 
-    def _is_exact(self, job: Job) -> bool:
-        """Whether what comes back is the mean of what came in."""
-        return self._reducer.averages_all(job.step) and not isinstance(job.memory, MomentumResidual)
+    def _begin(self, job: Job) -> None:
+        """Once a step: find out whether what comes back is the mean of what comes in, and of nothing else."""
+        if job.step == self._step:
+            return
+        is_dense = self._reducer.averages_all(job.step) and not isinstance(job.memory, MomentumResidual)
+        # the first dense exchange behind a sparse one takes along what was kept
+        is_empty = job.memory.norm() == 0 if self._step is None else self._was_dense
+        self._is_exact, self._was_dense, self._step = is_dense and is_empty, is_dense, job.step
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:

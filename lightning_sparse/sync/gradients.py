@@ -104,7 +104,8 @@ class GradientsTap:
             self._watched = self.watch(self.steps - 1)
             self._squares = 0.0 if self._watched else self._squares
             self._is_flushed = self._is_flushed or (self._resting and self._keeps_nothing())
-        if self._is_flushed and not bucket.buffer().is_sparse:
+        # observers see what passes through the reducer
+        if self._is_flushed and not self.observers and not bucket.buffer().is_sparse:
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]
         entry = self._open(bucket)
         if self._watched:
@@ -200,8 +201,7 @@ class GradientsTap:
         return {"left": self._memory.norm(), "input": self._squares**0.5}
 
     def _keeps_nothing(self) -> bool:
-        # observers see what passes through the reducer
-        return not self.observers and not any(
+        return not any(
             bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values()
         )
 

@@ -155,7 +155,7 @@ def fit(module: Any, strategy: Any, callbacks: list[Any] | None = None, **option
     }
 
 
-def gradients(density: float, **options: Any) -> Any:
+def gradients(density: Any, **options: Any) -> Any:
     return HOME.SparseDDPStrategy(density=density, exchange=ls.Gradients(), bucket_cap_mb=0.005, **options)
 
 
@@ -177,6 +177,7 @@ def popen(folder: Path) -> dict[str, Any]:
     still = {
         "dense": fit(Net(lr=0.0), gradients(1.0)),
         "gradients": fit(Net(lr=0.0), gradients(0.01), rules),
+        "rising": fit(Net(lr=0.0), gradients(lambda step: 1.0 if step in (0, 8) or step > 15 else 0.01)),
         "momentum": fit(Net(lr=0.0), gradients(1.0, memory=ls.MomentumResidual(0.9))),
         "updates": fit(Net(lr=0.0), sparse(ls.Updates())),
         "default": fit(Net(lr=0.0), "sparse_ddp"),

@@ -39,7 +39,7 @@ def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_ranks_agree_bit_for_bit_in_every_run(ranks: list[dict[str, Any]]) -> None:
     first, second = (runs(rank) for rank in ranks)
-    assert len(first) == 19
+    assert len(first) == 20
     for name, run in first.items():
         assert run["gains"] == second[name]["gains"], name
         assert run["checksum"] == second[name]["checksum"], name
@@ -58,7 +58,7 @@ def test_two_ranks_equal_two_passes_of_one(ranks: list[dict[str, Any]], spawned:
     assert got["scheduled"][-1] == expected["scheduled"][-1]
 
 
-@pytest.mark.parametrize("name", ["gradients", "momentum", "updates", "default"])
+@pytest.mark.parametrize("name", ["gradients", "momentum", "rising", "updates", "default"])
 def test_sketches_see_through_compression(ranks: list[dict[str, Any]], name: str) -> None:
     """Weights stay, so all runs see the same gradients: 24 sketches with an error of 6 % each, of about 0.9."""
     exact, sketched = ranks[0]["still"]["dense"]["state"][-1], ranks[0]["still"][name]["state"][-1]
