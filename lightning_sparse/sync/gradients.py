@@ -201,9 +201,7 @@ class GradientsTap:
         return {"left": self._memory.norm(), "input": self._squares**0.5}
 
     def _keeps_nothing(self) -> bool:
-        return not any(
-            bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values()
-        )
+        return not any(bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values())
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()

@@ -11,6 +11,8 @@ import faulthandler
 import importlib
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_sparse as ls
+from lightning_sparse import guard
 from lightning_sparse.checksum import checksum
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.norms import squares
@@ -169,6 +172,22 @@ def scaler() -> Any:
     return plugin
 
 
+@contextmanager
+def script(*steps: int) -> Iterator[None]:
+    """The guard changes over after these steps, whatever the time."""
+
+    def lap(self: guard.Guard, seconds: float, busy: float) -> bool:
+        self._count += 1
+        self.is_dense ^= self._count in steps
+        return self._count in steps
+
+    before, guard.Guard.lap = guard.Guard.lap, lap
+    try:
+        yield
+    finally:
+        guard.Guard.lap = before
+
+
 def popen(folder: Path) -> dict[str, Any]:
     out: dict[str, Any] = {"dense": fit(Net(), gradients(1.0))}
     # the weights stay, so that each sees the same gradients
@@ -206,6 +225,9 @@ def popen(folder: Path) -> dict[str, Any]:
         whole = fit(Net(), sparse(exchange), [HOME.AdaScaleLR(), save], enable_checkpointing=True, **epochs)
         path = str(folder / name / "epoch=0.ckpt")
         out[f"resumed {name}"] = {"whole": whole, "rest": fit(Net(), sparse(exchange), ckpt_path=path, **epochs)}
+    with script(6, 14):
+        out["guard gradients"] = fit(Net(), sparse(ls.Gradients()))
+        out["guard updates"] = fit(Net(), sparse(ls.Updates()))
     try:
         fit(Net(), "ddp")
     except ValueError as error:

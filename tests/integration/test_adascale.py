@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def runs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_ranks_agree_bit_for_bit_in_every_run(ranks: list[dict[str, Any]]) -> None:
     first, second = (runs(rank) for rank in ranks)
-    assert len(first) == 20
+
+    assert len(first) == 22
     for name, run in first.items():
         assert run["gains"] == second[name]["gains"], name
         assert run["checksum"] == second[name]["checksum"], name
@@ -128,6 +130,17 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(ranks: list[dict[str, Any]], exc
         assert whole["state"][8:] == rest["state"]
         assert whole["rates"][8:] == rest["rates"]
         assert whole["checksum"] == rest["checksum"]
+
+
+@pytest.mark.parametrize("exchange", ["updates", "gradients"])
+def test_gradients_of_ranks_are_seen_whatever_the_guard_wants(ranks: list[dict[str, Any]], exchange: str) -> None:
+    run = ranks[0][f"guard {exchange}"]
+    gains = [gains[0] for gains in run["gains"]]
+    assert len(set(gains)) == STEPS
+    # identical gradients would be worth one step each
+    assert all(gain > 1.7 for gain in gains[3:])
+    worth = [b - a for a, b in itertools.pairwise(run["steps"])]
+    assert worth == pytest.approx(gains[:-1])
 
 
 def test_sharded_optimizer_states_change_nothing(ranks: list[dict[str, Any]]) -> None:
