@@ -269,6 +269,11 @@ def test_the_readme_holds_the_table_of_the_network(load: Any) -> None:
     assert load("network_table").table(rows) in (ROOT / "README.md").read_text()
 
 
+def test_the_readme_holds_the_table_of_large_batches(load: Any) -> None:
+    rows = json.loads((EXAMPLES / "results/large_batch.json").read_text())
+    assert load("large_batch_report").markdown(rows) in (ROOT / "README.md").read_text()
+
+
 def test_the_readme_holds_the_table_of_elastic(load: Any) -> None:
     rows = [json.loads(path.read_text()) for path in sorted((EXAMPLES / "results").glob("elastic-*.json"))]
     assert all(abs(row["elastic"] / row["whole"] - 1) < 0.01 for row in rows)

@@ -112,3 +112,9 @@ def test_table(load: Any) -> None:
         "| `a` | 200 | 2.0000 | 2.0000 | 10 |",
         "| `b` | 100 | 2.1000 (+5.00%) | 1.9000 (-5.00%) | 20 |",
     ]
+
+
+@pytest.mark.parametrize("name", ["lstm", "slide"])
+def test_the_readme_holds_the_tables_that_the_results_give(load: Any, name: str) -> None:
+    rows = json.loads((EXAMPLES / f"results/layers/{name}.json").read_text())
+    assert load("layer_tables").table(rows) in (EXAMPLES.parent / "README.md").read_text()
