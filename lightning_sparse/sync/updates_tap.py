@@ -187,6 +187,8 @@ class UpdatesTap:
             self._shown.leave()
 
     def finish(self) -> None:
+        # a copy, so that weights that callbacks replace from here on are noticed
+        self.resume()
         self._shown.end(together=True)
 
     def settle(self) -> None:

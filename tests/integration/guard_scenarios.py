@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,6 +139,15 @@ def unfrozen() -> dict[str, Any]:
     return {"weights": weights(net), "sums": look.sums}
 
 
+def averaged() -> dict[str, Any]:
+    """A callback puts other weights into the module at the very end, behind DDP's back."""
+    net = Net("adamw")
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=1)
+    with script(30):
+        fit(net, ls.SparseDDPStrategy(), callbacks=[averaging], max_epochs=3)
+    return {"weights": weights(net)}
+
+
 def gradients() -> dict[str, Any]:
     """What was kept leaves with the first dense exchange."""
     out = {}
@@ -215,7 +224,7 @@ class Rungs(pl.Callback):
         self.rungs.append(f"{reducer.density(0)} {reducer._codec._codec}")
 
 
-SCENARIOS = (plain, adam, there_and_back, mixed, unfrozen, gradients, measured, ladder)
+SCENARIOS = (plain, adam, there_and_back, mixed, unfrozen, averaged, gradients, measured, ladder)
 
 
 def run(folder: Path) -> None:

@@ -146,10 +146,15 @@ def _bad_rank(transport: ProcessGroup, compressor: Any) -> Tensor:
             (small if where == "dense" else gradient)[2] = torch.nan
         outcome = tap.step(1 if where != "all" else 5, gradient, small)
         assert not outcome.finite, where
-        for name, x in tap.memory.state_dict()["residual"].items():
+        now = tap.memory.state_dict()
+        if where == "all" and lost and not last:
+            # another density: what averaging has rounded away is each rank's own again
+            before = {name: x + transport.world_size * lost[name] for name, x in before.items()}
+            lost = {name: torch.zeros_like(x) for name, x in lost.items()}
+        for name, x in now["residual"].items():
             # the others have added their gradient and taken it back, which rounds
             torch.testing.assert_close(x, before[name], rtol=0, atol=0 if last else 2e-6)
-        assert all(torch.equal(x, lost[name]) for name, x in tap.memory.state_dict()["lost"].items()), where
+        assert all(torch.equal(x, lost[name]) for name, x in now["lost"].items()), where
     assert all(x.isfinite().all() for x in tap.memory.state_dict()["residual"].values())
     outcome = tap.step(2, normal(9 + transport.rank), torch.ones(9))
     assert outcome.finite
