@@ -132,9 +132,8 @@ class Connection:
             lambda rung: self.reducer.use(constant(rung.density), rung.codec),
         )
 
-    def any_unused(self) -> bool:
-        """Whether some trainable parameter has no gradient now, on any rank. Every rank calls it."""
-        mine = any(p.grad is None for p in self._module.parameters() if p.requires_grad)
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank. Every rank calls it."""
         return agree(self.reducer, [float(mine)], self._device)[0] > 0
 
     def close(self) -> None:

@@ -75,6 +75,7 @@ class Guard:
         """The change over that ``lap`` asked for is not possible: the exchange goes on for good."""
         self.is_dense = self._is_trial = False
         self._tried = 0.0
+        self._forget()
         self._say(f"goes on with the exchange, as {reason}")
 
     @property

@@ -222,6 +222,8 @@ class Tap(Stepped, Protocol):
     """Where a training step hands over what is exchanged, and takes it back."""
 
     name: str
+    beside: int
+    """Bytes of float32 gradients that DDP has averaged in place of the exchange."""
 
     def check(self) -> None:
         """Raise what went wrong in an exchange since the last call."""

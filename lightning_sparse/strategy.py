@@ -25,6 +25,7 @@ from lightning_sparse.checkpoint import KEY, check_kind, load, save
 from lightning_sparse.communicators.process_group import destroy_at_exit
 from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
+from lightning_sparse.graph import is_reentrant
 from lightning_sparse.guard import Guard
 from lightning_sparse.pace import Pace
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule, Stepped
@@ -67,8 +68,8 @@ class SparseDDP(_Base):
         debug: compare, before every collective, what each rank is about to do, and every 100 steps what must be
             bit-equal on all of them; errors name the first that differs. Costs one small message per collective.
         guard: find out after 50 steps, and from time to time later, whether plain DDP would be faster, and change
-            over to it if it is; a short trial decides. Not where ``Updates`` meets several optimizers or manual
-            optimization. False: always exchange as asked for, and alike in every run.
+            over to it if it is; a short trial decides. Not where ``Updates`` meets several optimizers, manual
+            optimization or a loss scaler. False: always exchange as asked for, and alike in every run.
         **kwargs: everything ``DDPStrategy`` takes, except another communication hook or model averaging.
 
     Raises:
@@ -115,6 +116,7 @@ class SparseDDP(_Base):
         self._guarded = guard
         self._pace: Pace | None = None
         self._wrapped: list[int] | None = None
+        self._is_reentrant: bool | None = None
         self._residual_checkpoint = residual_checkpoint
         self._on_nonfinite = on_nonfinite
         self._connection: Connection | None = None
@@ -161,9 +163,11 @@ class SparseDDP(_Base):
             self._wrap()
         return super().training_step(*args, **kwargs)
 
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward, and raise what went wrong in the exchange beside it."""
-        output = super().backward(*args, **kwargs)
+        if self._pace is not None and self._is_reentrant is None:
+            self._is_reentrant = is_reentrant(closure_loss)
+        output = super().backward(closure_loss, *args, **kwargs)
         if self.tap is not None:
             self.tap.check()
         return output
@@ -173,6 +177,7 @@ class SparseDDP(_Base):
         super().load_model_state_dict(checkpoint, strict)
         if self.tap is not None:
             self.tap.restart()
+            self._start_pace()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add what ranks owe each other, unless only weights are saved, and write the file on rank 0."""
@@ -295,7 +300,7 @@ class SparseDDP(_Base):
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)
         self._callbacks, self._first, self._steps = [], None, None
-        self._connection = self._pace = self._wrapped = None
+        self._connection = self._pace = self._wrapped = self._is_reentrant = None
         super().teardown()
         destroy_at_exit()
 
@@ -334,21 +339,32 @@ class SparseDDP(_Base):
             self._callbacks.insert(0, self._first)
         else:
             super().configure_ddp()
-        steps = self._watch_steps(self._connection.tap)
-        may_leave = self._guarded and (not is_updates or self._is_plain())
-        if self.world_size > 1 and (may_leave or self._plan.parts.rungs):
-            self._pace = self._connection.pace(steps, may_leave)
+        self._watch_steps(self._connection.tap)
+        self._start_pace()
         if self.is_global_zero and self.world_size > 1:
             log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
 
-    def _watch_steps(self, tap: Stepped) -> Steps:
+    def _watch_steps(self, tap: Stepped) -> None:
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         self._steps = Steps(tap, self._bare_optimizers(), None if scaled else self._on_nonfinite)
-        return self._steps
+
+    def _start_pace(self) -> None:
+        """Begin to measure, from the exchange."""
+        assert self._connection is not None
+        assert self._steps is not None
+        self._connection.tap.resume()
+        self._pace = None
+        if self._wrapped is not None:
+            self.model, self._wrapped = self._module, None
+        may_leave = self._guarded and (isinstance(self.tap, GradientsTap) or self._is_plain())
+        if self.world_size > 1 and (may_leave or self._plan.parts.rungs):
+            self._pace = self._connection.pace(self._steps, may_leave)
 
     def _is_plain(self) -> bool:
         """Whether DDP can take over from the exchange of updates."""
-        return bool(self._module.automatic_optimization) and len(self.optimizers) == 1
+        # each rank's loss scaler follows gradients of its own
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        return bool(self._module.automatic_optimization) and len(self.optimizers) == 1 and not scaled
 
     def _change_over(self, guard: Guard) -> None:
         """From the exchange to DDP, or back, between two steps."""
@@ -359,6 +375,8 @@ class SparseDDP(_Base):
             tap.resume()
             if is_updates:
                 self.model, self._wrapped = self._module, None
+        elif is_updates and self._connection.any(bool(self._is_reentrant)):
+            guard.refused("activations are checkpointed reentrantly, where DDP cannot look for unused parameters")
         elif reason := tap.rest():
             guard.refused(reason)
         elif is_updates:
@@ -368,8 +386,8 @@ class SparseDDP(_Base):
         """DDP takes over from the exchange of updates."""
         assert self._connection is not None
         self.model, self._wrapped = self._module, self._trainable()
-        unused = self._connection.any_unused()
-        asked, self._ddp_kwargs = self._ddp_kwargs, {"find_unused_parameters": unused, **self._ddp_kwargs}
+        # which parameters take part may change from step to step, as it may with the exchange
+        asked, self._ddp_kwargs = self._ddp_kwargs, {"find_unused_parameters": True, **self._ddp_kwargs}
         super().configure_ddp()
         self._ddp_kwargs = asked
 

@@ -21,7 +21,7 @@ def summarise(tap: Tap, reducer: Reducer, module: nn.Module, skipped: int) -> di
         "world_size": transport.world_size,
         "density": totals.entries / max(1, totals.numel),
         "steps": tap.steps,
-        "bytes_per_step": transport.bytes / steps,
+        "bytes_per_step": (transport.bytes + ring_bytes(tap.beside, transport.world_size)) / steps,
         "dense_bytes_per_step": ring_bytes(4 * parameters, transport.world_size),
         "skipped": skipped,
         "seconds": {stage: seconds / steps for stage, seconds in totals.seconds.items()},

@@ -118,6 +118,14 @@ def test_a_refused_change_is_final() -> None:
     assert cluster.said[-1] == "goes on with the exchange, as it cannot be"
 
 
+def test_a_refused_change_with_long_cycles() -> None:
+    guard = Guard(32, lambda: 0.01, list, lambda text: None)
+    for _ in range(3000):
+        if guard.lap(0.45, 0.2):
+            guard.refused("it cannot be")
+    assert not guard.is_dense
+
+
 def test_ranks_with_unlike_clocks_decide_alike() -> None:
     """Every rank decides on the mean of what all have measured."""
     inbox: list[list[float]] = []

@@ -256,7 +256,7 @@ def test_groups_have_options_of_their_own() -> None:
         (lambda p: LARS(p, lr=-1.0), "LARS: lr must be at least 0, got -1.0"),
         (lambda p: LARS(p, lr=1.0, momentum=1.0), r"LARS: momentum must be in \[0, 1\), got 1.0"),
         (lambda p: LARS(p, lr=1.0, trust_coefficient=0), "LARS: trust_coefficient must be above 0, got 0"),
-        (lambda p: LAMB(p, lr=1.0, betas=(0.9, 1.0)), r"LAMB: betas must be in \[0, 1\), got \(0.9, 1.0\)"),
+        (lambda p: LAMB(p, lr=1.0, betas=(0.9, 1.0)), r"LAMB: betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
         (lambda p: LAMB(p, lr=1.0, weight_decay=-0.1), "LAMB: weight_decay must be at least 0, got -0.1"),
         (lambda p: LAMB(p, lr=1.0, norm_bounds=(2.0, 1.0)), "LAMB: norm_bounds must be ascending and at least 0"),
         (lambda p: LAMB(p, lr=1.0, min_ndim=True), "LAMB: min_ndim must be an integer of at least 0, got True"),

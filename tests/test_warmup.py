@@ -118,6 +118,9 @@ def test_single_bad_losses_are_left_out() -> None:
     assert holes.peak == pytest.approx(clean.peak, rel=0.1)
     nothing = search(lambda rate, step: math.nan, 0.0)
     assert nothing.end == TOTAL // 2
+    few = search(lambda rate, step: 1.0 if step < 9 else math.nan, 0.0)
+    # the last rate that a loss is known for, and not the one that was reached
+    assert few.peak == pytest.approx(1e-5 * 1e5 ** (8 / (TOTAL // 2)), rel=1e-6)
 
 
 def test_only_tests_in_a_row_count() -> None:

@@ -212,6 +212,8 @@ class AdaScaleRule:
         """Let go of the run: what is left can be read, pickled and used for the next one."""
         if self._scaled is not None:
             self._scaled.close()
+        if isinstance(self._optimizer, AdaScale):
+            self._optimizer.driven = False
         self._optimizer = self._scaled = self._source = self._pending = self._last = None
 
 

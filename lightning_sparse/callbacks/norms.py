@@ -63,6 +63,9 @@ class OwnPasses:
     def before_step(self, passes: int, divided_by: int) -> Callable[[], Norms]:
         mean = group_squares(self._groups())
         each, count = self._passes.take()
+        if not count:
+            # no pass had a loss: ``mean`` is NaN, and so is what there is to say of each
+            each = mean
         buffer = divided_by**2 * torch.cat([each.to(mean.device), mean / max(1, count) ** 2])
         return lambda: _norms(buffer, len(mean), None, count, 1)
 

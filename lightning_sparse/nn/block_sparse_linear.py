@@ -86,9 +86,9 @@ class BlockSparseLinear(nn.Module):
         self.crossover = crossover
         grid = -(-out_features // block), -(-in_features // block)
         mask = random_mask(grid, density, seed) if mask is None else check_mask(mask, grid)
-        self._layout = BlockLayout.of(mask, out_features, in_features, block)
+        self._own = BlockLayout.of(mask, out_features, in_features, block)
         linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.weight = nn.Parameter(blocks_of_matrix(linear.weight.detach().t(), self._layout))
+        self.weight = nn.Parameter(blocks_of_matrix(linear.weight.detach().t(), self._own))
         self.register_parameter("bias", linear.bias)
         self._register_places(linear.weight.device)
         self.work = Work()
@@ -166,7 +166,8 @@ class BlockSparseLinear(nn.Module):
         Blocks that stay keep weight, gradient, optimizer state and, unless there are fewer blocks than before, their
         place in storage; steps that an optimizer has counted stay as well. What was recorded of dead blocks is
         forgotten. With another number of blocks `weight` changes its shape: under DDP, and under strategies that keep
-        state by position, keep their number.
+        state by position, keep their number. Under ``sparse_ddp`` what ranks share or keep back of a dropped block has
+        still to leave: validation may show a part of it in the new block for some exchanges.
 
         Args:
             mask: [block rows, block columns] bool, the same on every rank.
@@ -225,12 +226,27 @@ class BlockSparseLinear(nn.Module):
         return self._dead
 
     def _set_layout(self, layout: BlockLayout) -> None:
-        self._layout, self._dead, self.dead_gradient = layout, None, None
+        self._own, self._dead, self.dead_gradient = layout, None, None
         self._register_places(self.weight.device)
 
     def _register_places(self, device: torch.device) -> None:
-        self.register_buffer("block_rows", self._layout.rows.to(device, torch.int32))
-        self.register_buffer("block_cols", self._layout.cols.to(device, torch.int32))
+        self.register_buffer("block_rows", self._own.rows.to(device, torch.int32))
+        self.register_buffer("block_cols", self._own.cols.to(device, torch.int32))
+        self._read = self._written()
+
+    @property
+    def _layout(self) -> BlockLayout:
+        """Of the buffers: DDP writes rank 0's to them, with rank 0's weight, where ranks began with other places."""
+        if self._written() != self._read:
+            self._read = self._written()
+            rows, cols = self.block_rows.cpu().long(), self.block_cols.cpu().long()
+            if not (torch.equal(rows, self._own.rows) and torch.equal(cols, self._own.cols)):
+                self._own = BlockLayout(rows, cols, self.out_features, self.in_features, self.block)
+                self._dead = self.dead_gradient = None
+        return self._own
+
+    def _written(self) -> int:
+        return sum(0 if x.is_inference() else x._version for x in (self.block_rows, self.block_cols))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight, rows, cols = (state_dict.get(prefix + name) for name in ("weight", "block_rows", "block_cols"))

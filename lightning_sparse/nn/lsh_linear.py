@@ -117,6 +117,11 @@ class LSHLinear(OwnStep, nn.Linear):
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LSHLinear:
         """The layer on one rank with the parameters of a dense one, the same objects; ``options`` as for the class."""
         bias = linear.bias is not None
+        if (transport := options.get("transport")) is not None and transport.world_size > 1:
+            raise ValueError(
+                f"LSHLinear: expected one rank to take over a dense layer, got {transport.world_size}: make one with"
+                " LSHLinear(..., transport=...) and load each rank's rows"
+            )
         return adopt(cls(linear.in_features, linear.out_features, bias, "meta", **options), linear)
 
     def reset_parameters(self) -> None:
@@ -272,6 +277,7 @@ class LSHLinear(OwnStep, nn.Linear):
 def _offset(certain: Tensor, drawn: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """What is added to logits: 0 where certain, log of the classes each stands for where drawn, else minus infinity."""
     tail = drawn & ~certain
-    others = (rows - certain.sum(-1, keepdim=True)).to(dtype)
+    # in float32: more classes than float16 can count
+    others = (rows - certain.sum(-1, keepdim=True)).to(torch.promote_types(dtype, torch.float32))
     stands_for = (others / tail.sum(-1, keepdim=True).clamp(min=1)).log()
-    return torch.where(certain, 0.0, torch.where(tail, stands_for, -torch.inf))
+    return torch.where(certain, 0.0, torch.where(tail, stands_for, -torch.inf)).to(dtype)

@@ -88,6 +88,10 @@ class AdaScale(Optimizer):
         # the hooks of an Optimizer; parameters are the other one's
         super().__setstate__({})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's holds what is the other optimizer's
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups

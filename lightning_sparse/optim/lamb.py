@@ -85,8 +85,8 @@ class LAMB(Layerwise):
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"LAMB: betas must be in [0, 1), got {group['betas']!r}")
+        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"LAMB: betas must be two numbers in [0, 1), got {group['betas']!r}")
         if not group["eps"] >= 0:
             raise ValueError(f"LAMB: eps must be at least 0, got {group['eps']!r}")
         low, high = group["norm_bounds"]

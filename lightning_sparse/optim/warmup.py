@@ -77,7 +77,7 @@ class Warmup:
         """Look at all losses so far. Changes nothing, and gives the same on every machine of a kind."""
         points = _usable(self.losses)
         if len(points) < _LEAST:
-            return Verdict(0.0, False, self._growing(max(0, len(self.losses) - 1)))
+            return Verdict(0.0, False, self._growing(points[-1][0] if points else 0))
         last = len(self.losses) - 1
         x = torch.tensor([at / last for at, _ in points], dtype=torch.float64)
         y = torch.tensor([loss for _, loss in points], dtype=torch.float64)

@@ -19,6 +19,9 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.sync.flat import check_dense_below, is_small
 from lightning_sparse.sync.observer import Observer
 
+# backward passes after which a memory that is not empty stays so
+_LOOKS = 3
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -95,6 +98,8 @@ class GradientsTap:
         self._squares = 0.0
         self._resting = False
         self._is_flushed = False
+        self._looks = 0
+        self.beside = 0
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook; DDP asks for this signature."""
@@ -103,9 +108,12 @@ class GradientsTap:
             self._refused, self._outcomes = False, []
             self._watched = self.watch(self.steps - 1)
             self._squares = 0.0 if self._watched else self._squares
-            self._is_flushed = self._is_flushed or (self._resting and self._keeps_nothing())
+            self._is_flushed = self._is_flushed or (self._resting and self._all_keep_nothing())
         # observers see what passes through the reducer
         if self._is_flushed and not self.observers and not bucket.buffer().is_sparse:
+            self.beside += 4 * bucket.buffer().numel()
+            if self._watched:
+                self._squares += float(bucket.buffer().double().square().sum()) / self._scale() ** 2
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]
         entry = self._open(bucket)
         if self._watched:
@@ -160,6 +168,7 @@ class GradientsTap:
 
     def resume(self) -> None:
         self._resting = self._reducer.is_dense = self._is_flushed = False
+        self._looks = 0
 
     def restart(self) -> None:
         self._memory = copy.deepcopy(self._empty)
@@ -200,8 +209,16 @@ class GradientsTap:
     def norms(self) -> dict[str, float]:
         return {"left": self._memory.norm(), "input": self._squares**0.5}
 
-    def _keeps_nothing(self) -> bool:
-        return not any(bool(x.any()) for parts in self._memory.state_dict().values() for x in parts.values())
+    def _all_keep_nothing(self) -> bool:
+        """Whether no rank keeps anything back any more. Every rank calls it."""
+        # what an unused parameter has stays kept, and a memory's momentum is never empty
+        if self._find_unused or self._looks == _LOOKS:
+            return False
+        self._looks += 1
+        parts = [x for kept in self._memory.state_dict().values() for x in kept.values()]
+        mine = torch.tensor([float(any(bool(x.any()) for x in parts))], device=parts[0].device if parts else None)
+        transport = self._reducer.transport
+        return not bool(self._reducer.call(lambda: transport.all_reduce_mean_(mine)).any())
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()

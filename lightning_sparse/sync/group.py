@@ -85,6 +85,13 @@ class Group:
         """The weights are the anchor, with nothing copied; half-precision ones in their own type."""
         self.anchor.flat = dict(zip(self.parameters, self.views(self.parameters), strict=True))
 
+    def rest(self) -> None:
+        """The weights are the anchor, and nothing else is kept, until ``anchor_here``."""
+        self.anchor.restart([], [])
+        self.merged = None
+        self._stretch = Stretch()
+        self.alias()
+
     def anchor_here(self) -> None:
         """Anchor the weights where they are; ranks must agree on them."""
         self.anchor.restart(list(self.parameters), self.views(self.parameters))

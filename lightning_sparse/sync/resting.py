@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sparse.finite import are_finite
 from lightning_sparse.protocols import Transport
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.sync import saved
@@ -38,17 +39,19 @@ class Resting:
         Every rank calls it.
         """
         transport = self._reducer.transport
+        scales = {name: scale for group in self._groups.values() for name, scale in group.lr_scales().items()}
         if not self._reducer.call(lambda: agree_on_optimizers(self._optimizers, transport)):
             return False
         owed = saved.owed(self._groups.values(), transport.world_size)
         parts = [owed[kind][name] for kind in sorted(owed) for name in sorted(owed[kind])]
         self._reducer.call(lambda: average(parts, transport))
+        if not are_finite(parts):
+            # the mean, so every rank raises
+            raise FloatingPointError("Updates: expected finite weights on every rank, got NaN or inf on at least one")
         saved.load_owed(self._groups.values(), owed)
         for group in self._groups.values():
-            for view, anchor in group.pairs():
-                # rounded once, in weights of half precision, and on every rank alike
-                anchor.copy_(view)
-            group.alias()
+            group.rest()
+        self._rescale(scales, -2)
         return True
 
     @torch.no_grad()
@@ -61,20 +64,35 @@ class Resting:
         """The anchor is a copy again."""
         for group in self._groups.values():
             group.anchor_here()
+            self._rescale(group.lr_scales(), 2)
+
+    def _rescale(self, scales: Mapping[str, float], power: int) -> None:
+        """Second moments of one rank's gradient become those of the mean's, whose noise is smaller, or the reverse.
+
+        With rho the share of its energy that survives averaging, that is a factor of rho, and steps were stretched by
+        ``scale = rho ** -0.5``.
+        """
+        names = {id(p): name for group in self._groups.values() for name, p in group.parameters.items()}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                for key in ("exp_avg_sq", "max_exp_avg_sq"):
+                    if isinstance(x := state.get(key), Tensor):
+                        x.mul_(scales.get(names.get(id(parameter), ""), 1.0) ** power)
 
 
 def agree_on_optimizers(optimizers: Iterable[Optimizer], transport: Transport) -> bool:
     """Make optimizer states equal on all ranks, in place: the mean of tensors, rank 0's counters and numbers.
 
     Returns:
-        False, with nothing changed, if states are not of one shape on all ranks, or hold tensors of integers that no
-        mean exists of.
+        False, with nothing changed, if states are not of one shape on all ranks, or hold what no mean exists of:
+        tensors of integers, or containers.
     """
     states = [_state(optimizer) for optimizer in optimizers]
     shapes = [(path, _shape(x)) for state in states for path, x in state]
     tensors = [x for state in states for _, x in state if isinstance(x, Tensor) and x.ndim]
     known: list[Any] = [None] * transport.world_size
-    dist.all_gather_object(known, (shapes, all(x.is_floating_point() for x in tensors)))
+    is_plain = all(_is_plain(x) for state in states for _, x in state)
+    dist.all_gather_object(known, (shapes, is_plain and all(x.is_floating_point() for x in tensors)))
     if any(theirs != (shapes, True) for theirs in known):
         return False
     average(tensors, transport)
@@ -101,6 +119,13 @@ def _state(optimizer: Optimizer) -> list[tuple[str, Any]]:
 
 def _shape(x: Any) -> Any:
     return (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _is_plain(x: Any) -> bool:
+    """A tensor, or nothing that could hold one."""
+    return isinstance(x, (Tensor, bool, int, float, str, type(None))) or (
+        isinstance(x, tuple) and all(isinstance(y, (int, float)) for y in x)
+    )
 
 
 def _plain(x: Any) -> Any:

@@ -54,6 +54,8 @@ class UpdatesTap:
         self.watch: Callable[[int], bool] = lambda step: False
         self.is_observed = False
         """Whether somebody looks at the gradients before a step, and expects this rank's own."""
+        self.beside = 0
+        """Bytes of float32 gradients that DDP has averaged, behind the reducer's back."""
         self._config = config
         self._reducer = reducer
         self._module = module
@@ -103,6 +105,7 @@ class UpdatesTap:
         group = self._group(optimizer)
         if self._resting is not None:
             group.steps += 1
+            self.beside += sum(4 * p.numel() for p in group.parameters.values() if p.requires_grad)
             return
         group.after_step()
         before, self._before = self._before, None
@@ -132,6 +135,9 @@ class UpdatesTap:
     @torch.no_grad()
     def give_up(self, message: str) -> None:
         """Weights that are not finite end the next exchange on every rank; the anchor stays as it is."""
+        if self._resting is not None:
+            # every rank has seen the same mean
+            raise FloatingPointError(message)
         log.error(message)
         for group in self._groups.values():
             for view in group.views(group.live()):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,21 +113,103 @@ def there_and_back() -> dict[str, Any]:
 class Mixed(Net):
     """Weights of half precision, and a branch that takes part in every other step only."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int) -> None:
         super().__init__("adamw")
-        self.branch = nn.Linear(32, 10)
+        self.branch, self.turn = nn.Linear(32, 10), turn
         self.to(torch.bfloat16)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x, y = (part.to(torch.bfloat16) for part in batch)
         out = self.head(self.layers(x))
-        return nn.functional.mse_loss(out if self.global_step % 2 else out + self.branch(x), y)
+        return nn.functional.mse_loss(out if self.global_step % 2 == self.turn else out + self.branch(x), y)
 
 
 def mixed() -> dict[str, Any]:
-    net = Mixed()
-    with script(THERE, BACK):
-        fit(net, ls.SparseDDPStrategy())
+    out = {}
+    for turn in range(2):
+        net = Mixed(turn)
+        with script(THERE, BACK):
+            fit(net, ls.SparseDDPStrategy())
+        out[str(turn)] = {"weights": weights(net)}
+    return out
+
+
+class Poisoned(Net):
+    """The second rank's gradient is NaN in one step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__("adamw")
+        self.step = step
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss = super().training_step(batch)
+        return loss * torch.nan if (self.global_step, self.global_rank) == (self.step, 1) else loss
+
+
+def poisoned() -> dict[str, Any]:
+    """While DDP is in charge: skipped by every rank, or raised on every rank."""
+    out: dict[str, Any] = {}
+    for way in ("skip", "raise"):
+        net, error = Poisoned(THERE + 3), ""
+        with script(THERE):
+            try:
+                trainer = fit(net, ls.SparseDDPStrategy(on_nonfinite=way))
+                skipped = trainer.strategy.summary()["skipped"]
+            except FloatingPointError as raised:
+                error = str(raised)
+        out[way] = {"weights": weights(net), "error": error, "skipped": skipped}
+    return out
+
+
+class Nested(Net):
+    """Keeps tensors inside a list, as Shampoo does."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        class Listed(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                result = super().step(closure)
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        self.state[p]["list"] = [p.detach().clone()]
+                return result
+
+        return Listed(self.parameters(), lr=0.05)
+
+
+def refused() -> dict[str, Any]:
+    """What DDP cannot take over stays with the exchange."""
+    net, look = Nested(), Look()
+    with script(THERE):
+        trainer = fit(net, ls.SparseDDPStrategy(), callbacks=[look])
+    return {"weights": weights(net), "wrapped": look.wrapped, "guard": trainer.strategy.summary()["guard"]}
+
+
+def found() -> dict[str, Any]:
+    """The learning rate finder's training changes over; the real one begins anew, with the exchange."""
+    net, look = Net("adamw"), Look()
+    with script(THERE):
+        fit(net, ls.SparseDDPStrategy(), callbacks=[LearningRateFinder(num_training_steps=10), look])
+    return {"weights": weights(net), "wrapped": look.wrapped}
+
+
+class OneSided(Net):
+    """A branch that the second rank does not use right behind the change."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.branch = nn.Linear(32, 10)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        out = self.head(self.layers(batch[0]))
+        idle = self.global_step == THERE and self.global_rank == 1
+        return nn.functional.mse_loss(out if idle else out + self.branch(batch[0]), batch[1])
+
+
+def one_sided() -> dict[str, Any]:
+    net = OneSided()
+    strategy = ls.SparseDDPStrategy(density=0.05, exchange=ls.Gradients(), find_unused_parameters=True)
+    with script(THERE):
+        fit(net, strategy)
     return {"weights": weights(net)}
 
 
@@ -224,7 +306,21 @@ class Rungs(pl.Callback):
         self.rungs.append(f"{reducer.density(0)} {reducer._codec._codec}")
 
 
-SCENARIOS = (plain, adam, there_and_back, mixed, unfrozen, averaged, gradients, measured, ladder)
+SCENARIOS = (
+    plain,
+    adam,
+    there_and_back,
+    mixed,
+    unfrozen,
+    averaged,
+    poisoned,
+    refused,
+    found,
+    one_sided,
+    gradients,
+    measured,
+    ladder,
+)
 
 
 def run(folder: Path) -> None:

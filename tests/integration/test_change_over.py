@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_ranks_are_bit_equal_at_the_end(ranks: list[dict[str, Any]]) -> None:
     first, second = (collect(rank) for rank in ranks)
-    assert len(first) == 18
+    assert len(first) == 24
     assert [path for path in first if not same(first[path], second[path])] == []
 
 
@@ -97,3 +97,23 @@ def test_density_auto_takes_what_the_link_has_room_for(
         rungs = rank["ladder"][f"{link} {tap}"]["rungs"]
         assert rungs[0] == "0.25 Quantized(bits=1, group=256)"
         assert rungs[-1] == last
+
+
+def test_nan_under_ddp_is_every_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["poisoned"]["skip"]["skipped"] == 1
+        assert "expected finite gradients on every rank" in rank["poisoned"]["raise"]["error"]
+        for way in ("skip", "raise"):
+            assert all(x.isfinite().all() for x in rank["poisoned"][way]["weights"].values())
+
+
+def test_states_that_no_mean_exists_of_stay_with_the_exchange(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert not any(rank["refused"]["wrapped"])
+        assert not rank["refused"]["guard"]["is_dense"]
+
+
+def test_a_training_behind_the_learning_rate_finder_begins_with_the_exchange(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        # the finder's steps are not seen by the callback, and the change comes anew
+        assert rank["found"]["wrapped"] == [False] * (THERE - 1) + [True] * (21 - THERE)

@@ -25,6 +25,8 @@ def test_blocks_move_alike_and_the_loss_falls(way: str, ranks: list[dict[str, An
     first, second = (result[way] for result in ranks)
     assert first["mask"] == second["mask"]
     assert first["equal"]
+    # the same blocks at the same places
+    assert first["output"] == second["output"]
     assert first["moved"] == STEPS // EVERY
     assert sum(map(sum, first["mask"])) == 4
     assert first["after"] == first["again"] < 0.9 * first["before"]
