@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse.codecs import Quantized, Raw
 from lightning_sparse.communicators import CompressedAllReduce
 from lightning_sparse.compressors import TopK, WeightBlocks
+from lightning_sparse.graph import is_reentrant
 from lightning_sparse.guard import Guard
 from lightning_sparse.ladder import Ladder, Rung, make_rungs
 from lightning_sparse.protocols import Communicator
@@ -207,3 +211,11 @@ def test_a_guard_finds_the_rung_before_it_thinks_of_ddp() -> None:
 def test_a_guard_that_must_not_leave_stays() -> None:
     guard = Guard(1, lambda: 0.001, list, lambda text: None, may_leave=False)
     assert not any(guard.lap(0.5, 0.4) for _ in range(3000))
+
+
+@pytest.mark.parametrize("kind", ["none", "reentrant", "other"])
+def test_reentrant_checkpointing_is_seen_in_the_graph(kind: str) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    out = layers(x) if kind == "none" else checkpoint(layers, x, use_reentrant=kind == "reentrant")
+    assert is_reentrant(nn.Linear(4, 1)(out).sum()) == (kind == "reentrant")

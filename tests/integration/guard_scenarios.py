@@ -65,10 +65,17 @@ class Mass(pl.Callback):
             # a part of the mean, so each of two ranks' progress has twice of its own in it
             self.before = {n: p.detach().double().flatten() for n, p in module.named_parameters()}
             self.before = {n: x + 2 * lost[n].double() if n in lost else x for n, x in self.before.items()}
+            self.scales, self.squares = trainer.strategy.tap.lr_scales(), _second_moments(trainer, module)
             change(decision)
+            self.squares_after = _second_moments(trainer, module)
             self.after = {n: p.detach().double().flatten() for n, p in module.named_parameters()}
 
         trainer.strategy._change_over = watched
+
+
+def _second_moments(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+    states = trainer.optimizers[0].state
+    return {name: states[p]["exp_avg_sq"].clone() for name, p in module.named_parameters()}
 
 
 def plain() -> dict[str, Any]:
@@ -99,6 +106,9 @@ def adam() -> dict[str, Any]:
         "moments": moments,
         "before": mass.before,
         "after": mass.after,
+        "scales": mass.scales,
+        "squares": mass.squares,
+        "squares_after": mass.squares_after,
         "summary": trainer.strategy.summary(),
     }
 

@@ -53,6 +53,24 @@ def test_ddp_takes_over_the_mean_of_all_progress(ranks: list[dict[str, Any]]) ->
     assert unlike > 1e-4, "ranks had nothing of their own"
 
 
+def test_second_moments_become_those_of_the_mean_gradient(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["adam"] for rank in ranks)
+    assert first["scales"] == second["scales"]
+    assert max(first["scales"].values()) > 1.05, "nothing to scale"
+    for name, after in first["squares_after"].items():
+        mean = (first["squares"][name] + second["squares"][name]) / 2
+        torch.testing.assert_close(after, mean / first["scales"][name] ** 2, rtol=1e-5, atol=0)
+
+
+def test_bytes_of_ddp_are_counted(ranks: list[dict[str, Any]]) -> None:
+    result = ranks[0]["adam"]
+    parameters = sum(x.numel() for name, x in result["weights"].items() if name in result["scales"])
+    total = 20 * result["summary"]["bytes_per_step"]
+    # two ranks send and receive each gradient once; before, a few bits a weight and what is shared at the change
+    dense = (20 - THERE) * 8 * parameters
+    assert dense < total < 1.6 * dense
+
+
 def test_ranks_have_own_weights_again_behind_ddp(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["there_and_back"] for rank in ranks)
     equal = [a == b for a, b in zip(first["sums"], second["sums"], strict=True)]
