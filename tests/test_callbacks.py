@@ -106,6 +106,7 @@ class Tap:
     """Sends one vector of 100 elements a step."""
 
     name = "updates"
+    beside = 0
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer, self.steps = reducer, 0
@@ -176,6 +177,14 @@ class TestWindow:
         traffic = window.look()
         assert traffic is not None
         assert traffic.bytes_per_step == 100
+
+    def test_bytes_of_ddp_count(self, running: Any) -> None:
+        window = Window(running)
+        running.tap.step().result(10)
+        running.tap.beside += 500
+        traffic = window.look()
+        assert traffic is not None
+        assert traffic.bytes_per_step == 100 + 2 * 500
 
     def test_the_clock_stops_for_validation(self, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]

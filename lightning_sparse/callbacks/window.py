@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.job import Picked
 from lightning_sparse.strategy import SparseDDP
 
@@ -54,14 +55,17 @@ class Window:
         self._dense: int = strategy.summary()["dense_bytes_per_step"]
         self._first = self._tap.steps
         self._paused: float | None = None
-        self._mark = _Mark(0.0, self._reducer.transport.bytes, dict.fromkeys(self.stages, 0.0), time.perf_counter())
+        moved = self._reducer.transport.bytes + ring_bytes(self._tap.beside, self._reducer.transport.world_size)
+        self._mark = _Mark(0.0, moved, dict.fromkeys(self.stages, 0.0), time.perf_counter())
 
     def look(self, restart: bool = True) -> Traffic | None:
         """What has ended since the window was opened or restarted; None, and no restart, if no exchange has."""
         totals, last = self._reducer.snapshot()
         # an exchange in flight belongs to no window yet, so its steps must not either
         steps = (self._tap.steps - self._first) * totals.exchanges / max(1, totals.submitted)
-        mark = _Mark(steps, totals.bytes, {s: totals.seconds[s] for s in self.stages}, time.perf_counter())
+        # gradients that DDP averages where the guard has changed over pass the reducer by
+        moved = totals.bytes + ring_bytes(self._tap.beside, self._reducer.transport.world_size)
+        mark = _Mark(steps, moved, {s: totals.seconds[s] for s in self.stages}, time.perf_counter())
         before = self._mark
         passed, elapsed = mark.steps - before.steps, mark.time - before.time
         if passed <= 0 or elapsed <= 0:
