@@ -37,7 +37,11 @@ OWN = (
 
 def is_linear(optimizer: Optimizer) -> bool:
     """Whether the step is linear in the gradient, so that delaying a part of it only delays its effect."""
-    return type(optimizer.inner if isinstance(optimizer, AdaScale) else optimizer) is SGD
+    return type(_inner(optimizer)) is SGD
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return optimizer.inner if isinstance(optimizer, AdaScale) else optimizer
 
 
 def check_parts(density: Any, exchange: Any, compressor: Any, memory: Any, codec: Any, communicator: Any) -> None:
@@ -94,7 +98,7 @@ def check_unused(exchange: Gradients | Updates, codec: Codec, kwargs: dict[str, 
 def check_optimizers(exchange: Gradients | Updates, optimizers: Sequence[Optimizer]) -> None:
     """Raise ValueError on an optimizer that divides its work over ranks beside ``Updates``."""
     for optimizer in optimizers:
-        optimizer = optimizer.inner if isinstance(optimizer, AdaScale) else optimizer
+        optimizer = _inner(optimizer)
         if isinstance(exchange, Updates) and getattr(getattr(optimizer, "operator", None), "replicated", False):
             raise ValueError(
                 f"SparseDDPStrategy: expected no PTO() with Updates, whose ranks step on gradients of their own, got"

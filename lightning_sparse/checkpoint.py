@@ -88,9 +88,7 @@ def load(
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         problem = error
     # a rank that has raised would leave the others waiting in their first step
-    flag = torch.tensor([float(problem is not None)], device=device)
-    failed = bool(reducer.call(lambda: reducer.transport.all_reduce_mean_(flag)).any())
-    if failed:
+    if reducer.on_any_rank(problem is not None):
         what = "its own output says what it lacks" if problem is None else f"{type(problem).__name__}: {problem}"
         raise ValueError(
             f"sparse_ddp: expected a whole state in the checkpoint, got a damaged one on at least one rank: {what}"

@@ -18,7 +18,7 @@ from lightning_sparse.communicators import Checked, ProcessGroup
 from lightning_sparse.defaults import Parts
 from lightning_sparse.guard import Guard
 from lightning_sparse.ladder import Ladder
-from lightning_sparse.link import agree, all_reduce_seconds
+from lightning_sparse.link import all_reduce_seconds
 from lightning_sparse.memory import Residual
 from lightning_sparse.pace import Pace
 from lightning_sparse.protocols import Memory
@@ -74,7 +74,7 @@ class Connection:
         find_unused: bool,
         loss_scale: Callable[[], float],
     ) -> None:
-        self._plan, self._module, self._device = plan, module, device
+        self._plan, self._module = plan, module
         self._transport = ProcessGroup(timeout, backend)
         self._checked = Checked(self._transport, device) if plan.debug else None
         # one rank rounds and delays nothing, but a memory's momentum is its own, and it takes over what others owed
@@ -108,8 +108,8 @@ class Connection:
         exchange, is_first = self._plan.exchange, self._transport.rank == 0
         guard = Guard(
             exchange.every if isinstance(exchange, Updates) else 1,
-            lambda: all_reduce_seconds(self.reducer, numel, self._device),
-            lambda numbers: agree(self.reducer, numbers, self._device),
+            lambda: all_reduce_seconds(self.reducer, numel),
+            self.reducer.agree,
             lambda text: log.info(f"sparse_ddp: {text}") if is_first else None,
             self._ladder(numel) if self._plan.parts.rungs else None,
             may_leave,
@@ -131,10 +131,6 @@ class Connection:
             hides,
             lambda rung: self.reducer.use(constant(rung.density), rung.codec),
         )
-
-    def any(self, mine: bool) -> bool:
-        """Whether it is so on any rank. Every rank calls it."""
-        return agree(self.reducer, [float(mine)], self._device)[0] > 0
 
     def close(self) -> None:
         """Stop the worker and give the process group up."""

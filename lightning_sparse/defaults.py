@@ -58,10 +58,10 @@ def choose_parts(
             f"SparseDDPStrategy: {needs[0]} needs entries that are the same on every rank, got {compressor}:"
             " use compressor=WeightBlocks()"
         )
+    rungs: list[Rung] = []
     if density == "auto":
         rungs, begin = make_rungs(compressor, Raw() if codec is None and not compressor.agreed else codec)
-        communicator = communicator or (CompressedAllReduce() if compressor.agreed else AllGather())
-        return Parts(rungs[begin].density, compressor, rungs[begin].codec, communicator, tuple(rungs))
+        density, codec = rungs[begin].density, rungs[begin].codec
     assert not isinstance(density, str)
     if density is None:
         density = 0.25 if compressor.agreed else 0.01
@@ -70,4 +70,4 @@ def choose_parts(
         codec = Quantized(1) if compressor.agreed and density != 1 else Raw()
     if communicator is None:
         communicator = CompressedAllReduce() if compressor.agreed else AllGather()
-    return Parts(density, compressor, codec, communicator)
+    return Parts(density, compressor, codec, communicator, tuple(rungs))

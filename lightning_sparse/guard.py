@@ -97,11 +97,12 @@ class Guard:
         link = self._link()
         ddp = max(own - busy, link)
         self.measured |= {"step": own, "exchange": busy, "all_reduce": link, "ddp_at_best": ddp}
+        found = (
+            f"a step takes {own:.4f} s, of which the exchange {busy:.4f} s; an all-reduce of all gradients would take"
+            f" {link:.4f} s"
+        )
         if self._ladder is not None and self._ladder.move(own - busy, busy, link):
-            self._say(
-                f"a step takes {own:.4f} s, of which the exchange {busy:.4f} s; an all-reduce of all gradients would"
-                f" take {link:.4f} s: {self._ladder.rung} from here on"
-            )
+            self._say(f"{found}: {self._ladder.rung} from here on")
             self._forget()
             return False
         if not self._may_leave:
@@ -110,16 +111,10 @@ class Guard:
         if ddp * _MARGIN > own or not is_new:
             if self._tried is None:
                 self._tried = link
-                self._say(
-                    f"a step takes {own:.4f} s, of which the exchange {busy:.4f} s; an all-reduce of all gradients"
-                    f" would take {link:.4f} s: goes on with the exchange"
-                )
+                self._say(f"{found}: goes on with the exchange")
             return False
         self._tried = link
-        self._say(
-            f"a step takes {own:.4f} s, of which the exchange {busy:.4f} s; an all-reduce of all gradients would take"
-            f" {link:.4f} s: tries DDP for {_TRIAL_WARMUP + _TRIAL} steps"
-        )
+        self._say(f"{found}: tries DDP for {_TRIAL_WARMUP + _TRIAL} steps")
         self.is_dense = self._is_trial = True
         self._forget()
         return True
@@ -138,11 +133,10 @@ class Guard:
         return not self.is_dense
 
     def _look_at_ddp(self, dense: float) -> bool:
-        link = self._link()
-        before, self.measured["all_reduce"] = self.measured["all_reduce"], link
+        link, before = self._link(), self.measured["all_reduce"]
         if link < before * _OTHER_LINK or dense < self.measured["step"] * _MARGIN:
-            self.measured["all_reduce"] = before
             return False
+        self.measured["all_reduce"] = link
         self._say(
             f"an all-reduce of all gradients takes {link:.4f} s, {before:.4f} s before, and a step with DDP"
             f" {dense:.4f} s: goes back to the exchange"

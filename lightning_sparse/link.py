@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -16,7 +15,7 @@ _ENOUGH = 0.05
 _REPEATS = 3
 
 
-def all_reduce_seconds(reducer: Reducer, numel: int, device: torch.device) -> float:
+def all_reduce_seconds(reducer: Reducer, numel: int) -> float:
     """Seconds that a dense all-reduce of ``numel`` float32 elements takes; the same number on every rank.
 
     Measured on smaller ones, so a small part of latency too much is in it. Every rank calls it.
@@ -24,20 +23,15 @@ def all_reduce_seconds(reducer: Reducer, numel: int, device: torch.device) -> fl
     seconds = 0.0
     for size in _SIZES:
         size = min(size, numel)
-        mine = reducer.call(lambda size=size: _time(reducer, size, device))  # type: ignore[misc]
-        seconds = agree(reducer, [mine], device)[0] * numel / size
+        mine = reducer.call(lambda size=size: _time(reducer, size))  # type: ignore[misc]
+        seconds = reducer.agree([mine])[0] * numel / size
         if seconds * size / numel > _ENOUGH or size == numel:
             break
     return seconds
 
 
-def agree(reducer: Reducer, numbers: Sequence[float], device: torch.device) -> list[float]:
-    """The mean over ranks of some numbers, bit-equal on all of them. Every rank calls it."""
-    mine = torch.tensor(numbers, dtype=torch.float32, device=device)
-    return [float(x) for x in reducer.call(lambda: reducer.transport.all_reduce_mean_(mine))]
-
-
-def _time(reducer: Reducer, size: int, device: torch.device) -> float:
+def _time(reducer: Reducer, size: int) -> float:
+    device = reducer.device
     buffer = torch.zeros(size, device=device)
     times = []
     # the first one finds the ranks at different places

@@ -55,6 +55,7 @@ class Reducer:
         self._codec = _TimedCodec(codec)
         self._sections = communicator.sections(transport.world_size)
         self.seed = seed
+        self.device = device
         self.cut: dict[str, float] = {}
         """The density of each job's last exchange: with another one, other ranks average its entries."""
         self.is_dense = False
@@ -93,6 +94,15 @@ class Reducer:
     def averages_all(self, step: int) -> bool:
         """Whether that step's exchange is a plain dense all-reduce."""
         return not self._is_picked(self._density(step))
+
+    def agree(self, numbers: Sequence[float]) -> list[float]:
+        """The mean over ranks of some numbers, bit-equal on all of them. Every rank calls it."""
+        mine = torch.tensor(numbers, dtype=torch.float32, device=self.device)
+        return [float(x) for x in self.call(lambda: self.transport.all_reduce_mean_(mine))]
+
+    def on_any_rank(self, mine: bool) -> bool:
+        """Whether it is so on any rank. Every rank calls it."""
+        return self.agree([float(mine)])[0] > 0
 
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""

@@ -345,8 +345,7 @@ class SparseDDP(_Base):
             log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
 
     def _watch_steps(self, tap: Stepped) -> None:
-        scaled = getattr(self.precision_plugin, "scaler", None) is not None
-        self._steps = Steps(tap, self._bare_optimizers(), None if scaled else self._on_nonfinite)
+        self._steps = Steps(tap, self._bare_optimizers(), self._on_nonfinite if self._scaler is None else None)
 
     def _start_pace(self) -> None:
         """Begin to measure, from the exchange."""
@@ -363,8 +362,7 @@ class SparseDDP(_Base):
     def _is_plain(self) -> bool:
         """Whether DDP can take over from the exchange of updates."""
         # each rank's loss scaler follows gradients of its own
-        scaled = getattr(self.precision_plugin, "scaler", None) is not None
-        return bool(self._module.automatic_optimization) and len(self.optimizers) == 1 and not scaled
+        return bool(self._module.automatic_optimization) and len(self.optimizers) == 1 and self._scaler is None
 
     def _change_over(self, guard: Guard) -> None:
         """From the exchange to DDP, or back, between two steps."""
@@ -375,7 +373,7 @@ class SparseDDP(_Base):
             tap.resume()
             if is_updates:
                 self.model, self._wrapped = self._module, None
-        elif is_updates and self._connection.any(bool(self._is_reentrant)):
+        elif is_updates and self._connection.reducer.on_any_rank(bool(self._is_reentrant)):
             guard.refused("activations are checkpointed reentrantly, where DDP cannot look for unused parameters")
         elif reason := tap.rest():
             guard.refused(reason)
@@ -414,9 +412,12 @@ class SparseDDP(_Base):
     def _bare_optimizers(self) -> list[Optimizer]:
         return [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
 
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _loss_scale(self) -> float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return float(scaler.get_scale()) if scaler is not None else 1.0
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers a hook on CUDA only, silently

@@ -87,7 +87,7 @@ class AdaScaleRule:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._release()
-        check_alone(self, trainer)
+        check_alone(self, trainer.callbacks)
         optimizer = bare_optimizer(trainer, "AdaScaleLR")
         _check_schedulers(trainer)
         self._optimizer = optimizer

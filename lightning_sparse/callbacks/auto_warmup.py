@@ -87,7 +87,7 @@ class AutoWarmupRule:
         self._passes = self._seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        check_alone(self, trainer)
+        check_alone(self, trainer.callbacks)
         optimizer = bare_optimizer(trainer, "AutoWarmup")
         if isinstance(optimizer, AdaScale):
             raise ValueError(

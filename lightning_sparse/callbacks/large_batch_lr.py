@@ -10,6 +10,7 @@ import rich
 from torch.utils._pytree import tree_leaves
 
 from lightning_sparse.callbacks.ramp import Ramp
+from lightning_sparse.callbacks.rates import check_alone
 from lightning_sparse.callbacks.scaled_steps import ScaledSteps
 
 Rule = Callable[[float], float]
@@ -92,7 +93,7 @@ class BatchLR:
         self._factor = 1.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._check_alone(trainer)
+        check_alone(self, [*trainer.callbacks, *trainer.optimizers], "learning rates from the batch")
         self._ramps = [Ramp(self.warmup_steps or self.warmup_epochs) for _ in trainer.optimizers]
         self._batch = self._before = None
         if self._loaded is not None:
@@ -201,15 +202,6 @@ class BatchLR:
                 "LargeBatchLR: expected a loader with a length for warmup_epochs, got none: use warmup_steps"
             )
         return max(1, math.ceil(batches / trainer.accumulate_grad_batches))
-
-    def _check_alone(self, trainer: Any) -> None:
-        others = [x for x in (*trainer.callbacks, *trainer.optimizers) if x is not self]
-        names = [type(x).__name__ for x in others if getattr(x, "owns_learning_rate", False)]
-        if names:
-            raise ValueError(
-                f"LargeBatchLR: expected to be alone in setting learning rates from the batch, got {names[0]} too:"
-                " use one of them"
-            )
 
 
 def _ranks(trainer: Any) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
-def check_alone(callback: Any, trainer: Any) -> None:
-    """Raise ValueError if another callback sets or scales the learning rates as well."""
-    others = [x for x in trainer.callbacks if x is not callback and getattr(x, "owns_learning_rate", False)]
+def check_alone(callback: Any, company: Iterable[Any], what: str = "the learning rate") -> None:
+    """Raise ValueError if another of these callbacks or optimizers sets or scales the learning rates as well."""
+    others = [x for x in company if x is not callback and getattr(x, "owns_learning_rate", False)]
     if others:
         raise ValueError(
-            f"{type(callback).__name__}: expected to be alone in setting the learning rate, got"
+            f"{type(callback).__name__}: expected to be alone in setting {what}, got"
             f" {type(others[0]).__name__} too: use one of them"
         )
 

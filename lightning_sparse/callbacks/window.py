@@ -55,7 +55,7 @@ class Window:
         self._dense: int = strategy.summary()["dense_bytes_per_step"]
         self._first = self._tap.steps
         self._paused: float | None = None
-        moved = self._reducer.transport.bytes + ring_bytes(self._tap.beside, self._reducer.transport.world_size)
+        moved = self._moved(self._reducer.transport.bytes)
         self._mark = _Mark(0.0, moved, dict.fromkeys(self.stages, 0.0), time.perf_counter())
 
     def look(self, restart: bool = True) -> Traffic | None:
@@ -63,9 +63,7 @@ class Window:
         totals, last = self._reducer.snapshot()
         # an exchange in flight belongs to no window yet, so its steps must not either
         steps = (self._tap.steps - self._first) * totals.exchanges / max(1, totals.submitted)
-        # gradients that DDP averages where the guard has changed over pass the reducer by
-        moved = totals.bytes + ring_bytes(self._tap.beside, self._reducer.transport.world_size)
-        mark = _Mark(steps, moved, {s: totals.seconds[s] for s in self.stages}, time.perf_counter())
+        mark = _Mark(steps, self._moved(totals.bytes), {s: totals.seconds[s] for s in self.stages}, time.perf_counter())
         before = self._mark
         passed, elapsed = mark.steps - before.steps, mark.time - before.time
         if passed <= 0 or elapsed <= 0:
@@ -85,3 +83,7 @@ class Window:
             skipped, self._paused = time.perf_counter() - self._paused, None
             mark = self._mark
             self._mark = _Mark(mark.steps, mark.bytes, mark.seconds, mark.time + skipped)
+
+    def _moved(self, counted: int) -> int:
+        """Gradients that DDP averages where the guard has changed over pass the reducer by."""
+        return counted + ring_bytes(self._tap.beside, self._reducer.transport.world_size)

@@ -16,6 +16,7 @@ from lightning_sparse.nn.block_product import BlockProduct, block_crossover, blo
 from lightning_sparse.nn.convert import UnsuitableError
 from lightning_sparse.nn.crossover import Crossover, rounded_up
 from lightning_sparse.nn.eager import eager
+from lightning_sparse.nn.precision import as_rows
 from lightning_sparse.nn.topology import move_parameter_, plan_moves
 from lightning_sparse.nn.work import Work
 
@@ -143,15 +144,8 @@ class BlockSparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, in_features] to [*, out_features]."""
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(f"BlockSparseLinear: expected input [*, {self.in_features}], got {list(x.shape)}")
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = bias if bias is None else bias.to(dtype)
-        return self._product(x.reshape(-1, self.in_features), weight, bias).view(*x.shape[:-1], self.out_features)
+        rows, weight, bias = as_rows("BlockSparseLinear", x, self.in_features, self.weight, self.bias)
+        return self._product(rows, weight, bias).view(*x.shape[:-1], self.out_features)
 
     @eager
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_sparse.kernels.nm_prune import check_nm, nm_prune
+from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.crossover import NEVER, Case, Crossover, Run, crossover, rounded_up
 from lightning_sparse.nn.eager import eager
+from lightning_sparse.nn.precision import as_rows
 from lightning_sparse.nn.semi_structured import misfit, semi_structured_linear
 from lightning_sparse.nn.work import Work
 
@@ -80,9 +82,9 @@ class NM(nn.Linear):
     def from_linear(cls, linear: nn.Linear, *, n: int = 2, m: int = 4, decay: float | None = None) -> NM:
         """The layer that shares the parameters of a dense one."""
         out_features, in_features = linear.weight.shape
-        layer = cls(in_features, out_features, False, n=n, m=m, decay=decay, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        return layer.train(linear.training)
+        return adopt(
+            cls(in_features, out_features, linear.bias is not None, n=n, m=m, decay=decay, device="meta"), linear
+        )
 
     def masked_weight(self) -> Tensor:
         """[out_features, in_features]: the weight that the layer computes with."""
@@ -97,15 +99,8 @@ class NM(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, in_features] to [*, out_features]."""
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(f"NM: expected input [*, {self.in_features}], got {list(x.shape)}")
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = bias if bias is None else bias.to(dtype)
-        return self._product(x.reshape(-1, self.in_features), weight, bias).view(*x.shape[:-1], self.out_features)
+        rows, weight, bias = as_rows("NM", x, self.in_features, self.weight, self.bias)
+        return self._product(rows, weight, bias).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, n={self.n}, m={self.m}, decay={self.decay}"

@@ -96,7 +96,6 @@ class GradientsTap:
         self._waiting: list[_Bucket] = []
         self._watched = False
         self._squares = 0.0
-        self._resting = False
         self._is_flushed = False
         self._looks = 0
         self.beside = 0
@@ -108,7 +107,7 @@ class GradientsTap:
             self._refused, self._outcomes = False, []
             self._watched = self.watch(self.steps - 1)
             self._squares = 0.0 if self._watched else self._squares
-            self._is_flushed = self._is_flushed or (self._resting and self._all_keep_nothing())
+            self._is_flushed = self._is_flushed or (self._reducer.is_dense and self._all_keep_nothing())
         # observers see what passes through the reducer
         if self._is_flushed and not self.observers and not bucket.buffer().is_sparse:
             self.beside += 4 * bucket.buffer().numel()
@@ -163,11 +162,11 @@ class GradientsTap:
     def rest(self) -> str:
         # what averaging has rounded away leaves with the rest
         self.load_owed(self.owed(self._reducer.transport.world_size))
-        self._resting = self._reducer.is_dense = True
+        self._reducer.is_dense = True
         return ""
 
     def resume(self) -> None:
-        self._resting = self._reducer.is_dense = self._is_flushed = False
+        self._reducer.is_dense = self._is_flushed = False
         self._looks = 0
 
     def restart(self) -> None:
@@ -215,10 +214,8 @@ class GradientsTap:
         if self._find_unused or self._looks == _LOOKS:
             return False
         self._looks += 1
-        parts = [x for kept in self._memory.state_dict().values() for x in kept.values()]
-        mine = torch.tensor([float(any(bool(x.any()) for x in parts))], device=parts[0].device if parts else None)
-        transport = self._reducer.transport
-        return not bool(self._reducer.call(lambda: transport.all_reduce_mean_(mine)).any())
+        keeps = any(bool(x.any()) for kept in self._memory.state_dict().values() for x in kept.values())
+        return not self._reducer.on_any_rank(keeps)
 
     def _open(self, bucket: dist.GradBucket) -> _Bucket:
         buffer = bucket.buffer()

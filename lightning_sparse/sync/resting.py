@@ -39,7 +39,6 @@ class Resting:
         Every rank calls it.
         """
         transport = self._reducer.transport
-        scales = {name: scale for group in self._groups.values() for name, scale in group.lr_scales().items()}
         if not self._reducer.call(lambda: agree_on_optimizers(self._optimizers, transport)):
             return False
         owed = saved.owed(self._groups.values(), transport.world_size)
@@ -51,7 +50,7 @@ class Resting:
         saved.load_owed(self._groups.values(), owed)
         for group in self._groups.values():
             group.rest()
-        self._rescale(scales, -2)
+        self._rescale(-2)
         return True
 
     @torch.no_grad()
@@ -64,20 +63,22 @@ class Resting:
         """The anchor is a copy again."""
         for group in self._groups.values():
             group.anchor_here()
-            self._rescale(group.lr_scales(), 2)
+        self._rescale(2)
 
-    def _rescale(self, scales: Mapping[str, float], power: int) -> None:
+    def _rescale(self, power: int) -> None:
         """Second moments of one rank's gradient become those of the mean's, whose noise is smaller, or the reverse.
 
         With rho the share of its energy that survives averaging, that is a factor of rho, and steps were stretched by
         ``scale = rho ** -0.5``.
         """
-        names = {id(p): name for group in self._groups.values() for name, p in group.parameters.items()}
+        scales: dict[int, float] = {}
+        for group in self._groups.values():
+            scales |= {id(group.parameters[name]): scale for name, scale in group.lr_scales().items()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 for key in ("exp_avg_sq", "max_exp_avg_sq"):
                     if isinstance(x := state.get(key), Tensor):
-                        x.mul_(scales.get(names.get(id(parameter), ""), 1.0) ** power)
+                        x.mul_(scales.get(id(parameter), 1.0) ** power)
 
 
 def agree_on_optimizers(optimizers: Iterable[Optimizer], transport: Transport) -> bool:
@@ -87,18 +88,19 @@ def agree_on_optimizers(optimizers: Iterable[Optimizer], transport: Transport) -
         False, with nothing changed, if states are not of one shape on all ranks, or hold what no mean exists of:
         tensors of integers, or containers.
     """
-    states = [_state(optimizer) for optimizer in optimizers]
-    shapes = [(path, _shape(x)) for state in states for path, x in state]
-    tensors = [x for state in states for _, x in state if isinstance(x, Tensor) and x.ndim]
+    places = [place for optimizer in optimizers for place in _places(optimizer)]
+    values = [mapping[key] for _, mapping, key in places]
+    shapes = [(path, _shape(x)) for (path, _, _), x in zip(places, values, strict=True)]
+    tensors = [x for x in values if isinstance(x, Tensor) and x.ndim]
     known: list[Any] = [None] * transport.world_size
-    is_plain = all(_is_plain(x) for state in states for _, x in state)
+    is_plain = all(map(_is_plain, values))
     dist.all_gather_object(known, (shapes, is_plain and all(x.is_floating_point() for x in tensors)))
     if any(theirs != (shapes, True) for theirs in known):
         return False
     average(tensors, transport)
-    small = [[_plain(x) for state in states for _, x in state]]
+    small = [[_number(x) for x in values]]
     dist.broadcast_object_list(small, src=0)
-    _write([place for optimizer in optimizers for place in _places(optimizer)], small[0])
+    _write(places, small[0])
     return True
 
 
@@ -113,10 +115,6 @@ def _places(optimizer: Optimizer) -> list[tuple[str, Any, Any]]:
     return out
 
 
-def _state(optimizer: Optimizer) -> list[tuple[str, Any]]:
-    return [(path, mapping[key]) for path, mapping, key in _places(optimizer)]
-
-
 def _shape(x: Any) -> Any:
     return (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else type(x).__name__
 
@@ -128,7 +126,7 @@ def _is_plain(x: Any) -> bool:
     )
 
 
-def _plain(x: Any) -> Any:
+def _number(x: Any) -> Any:
     """A number, or None for what is averaged or of another kind."""
     if isinstance(x, Tensor):
         return None if x.ndim else x.item()

@@ -11,8 +11,6 @@ import faulthandler
 import importlib
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_sparse as ls
-from lightning_sparse import guard
 from lightning_sparse.checksum import checksum
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.norms import squares
+from tests.integration.guard_scenarios import script
 
 RANKS = 2
 STEPS = 24
@@ -170,22 +168,6 @@ def scaler() -> Any:
     plugin = pl.plugins.precision.MixedPrecision("16-mixed", "cpu")
     plugin.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     return plugin
-
-
-@contextmanager
-def script(*steps: int) -> Iterator[None]:
-    """The guard changes over after these steps, whatever the time."""
-
-    def lap(self: guard.Guard, seconds: float, busy: float) -> bool:
-        self._count += 1
-        self.is_dense ^= self._count in steps
-        return self._count in steps
-
-    before, guard.Guard.lap = guard.Guard.lap, lap
-    try:
-        yield
-    finally:
-        guard.Guard.lap = before
 
 
 def popen(folder: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import lightning_sparse as ls
 from lightning_sparse import connection, guard
 from lightning_sparse.checksum import checksum
 from lightning_sparse.pace import Pace
+from tests.integration.launch import leave
 from tests.integration.scenarios import Ledger, Net, Tuned, Unfreeze, data, fit, weights
 
 THERE, BACK = 6, 14
@@ -336,9 +337,7 @@ SCENARIOS = (
 def run(folder: Path) -> None:
     results: dict[str, Any] = {scenario.__name__: scenario() for scenario in SCENARIOS}
     results["resumed"] = resumed(folder / "checkpoints")
-    torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(folder / f"rank{torch.distributed.get_rank()}.pt", results)
 
 
 if __name__ == "__main__":

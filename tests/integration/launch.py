@@ -8,8 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_sparse.communicators import ProcessGroup
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,3 +48,23 @@ def run_ranks(script: Path, *arguments: str, cwd: Path, timeout: float, launcher
         text = out.read()
     assert code == 0, f"{script.name}: {code}\n{text[-6000:]}"
     return text
+
+
+def leave(path: Path, results: object) -> None:
+    """Write what a rank saw, wait for the others, and give the process group up: the last thing of a script."""
+    torch.save(results, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_checks(checks: Iterable[Callable[[ProcessGroup], Any]], rank: int, world_size: int, folder: str) -> None:
+    """What a spawned rank does: every check with one transport, and its results into a file of this rank's."""
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    transport = ProcessGroup()
+    results = {check.__name__: check(transport) for check in checks}
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()

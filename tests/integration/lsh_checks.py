@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.communicators.volume import gather_bytes
 from lightning_sparse.nn.crossover import pinned
 from lightning_sparse.nn.lsh_linear import LSHLinear
+from tests.integration.launch import run_checks
 
 H, N, B = 8, 203, 4
 OPTIONS = {"tables": 3, "bits": 3, "bucket": 8, "tail": 20, "dtype": torch.float64}
@@ -213,13 +213,5 @@ def refusals(transport: ProcessGroup) -> dict[str, Tensor]:
 
 
 def main(rank: int, world_size: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    torch.set_num_threads(1)
-    transport = ProcessGroup()
     checks = (all_rows, active_rows, traffic, training, under_ddp, first_rows_differ, refusals)
-    results = {check.__name__: check(transport) for check in checks}
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    run_checks(checks, rank, world_size, folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, piecewise
 from lightning_sparse.sections import encode_sections
 from lightning_sparse.vector import SparseVector
+from tests.integration.launch import run_checks
 from tests.integration.loops import LOOPS
 from tests.laws import CODECS, COMMUNICATORS
 
@@ -235,13 +235,5 @@ def failure(transport: ProcessGroup) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    torch.set_num_threads(1)
-    transport = ProcessGroup()
     checks = (communicators, reducer_telescopes, bad_rank, many_jobs, loops, norms_divided, failure)
-    results = {check.__name__: check(transport) for check in checks}
-    torch.save(results, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    transport.close()
-    dist.destroy_process_group()
+    run_checks(checks, rank, world_size, folder)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
+from tests.integration.launch import leave
 
 EPOCHS, BATCHES = 4, 5
 SEEDS = 20
@@ -297,9 +298,7 @@ def run(folder: Path, ranks: int, stage: str) -> None:
         results = {"go on": go_on(folder, ranks, before)}
         if ranks == 4:
             results["save"] = save(folder, 4)
-    torch.save(results, folder / f"{stage}{torch.distributed.get_rank()}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(folder / f"{stage}{torch.distributed.get_rank()}.pt", results)
 
 
 if __name__ == "__main__":

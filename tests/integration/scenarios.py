@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sparse as ls
 from lightning_sparse.checksum import checksum
+from tests.integration.launch import leave
 
 RANKS = 2
 STEPS = 20
@@ -693,9 +694,7 @@ SCENARIOS: tuple[Callable[[], dict[str, Any]], ...] = (
 def run(folder: Path) -> None:
     results: dict[str, Any] = {scenario.__name__: scenario() for scenario in SCENARIOS}
     results["anchor_is_shown"] = anchor_is_shown(folder / "checkpoints")
-    torch.save(results, folder / f"rank{torch.distributed.get_rank()}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    leave(folder / f"rank{torch.distributed.get_rank()}.pt", results)
 
 
 if __name__ == "__main__":
