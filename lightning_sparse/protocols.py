@@ -205,8 +205,16 @@ class Stepped(Protocol):
     def steps(self) -> int:
         """Optimizer steps (updates) or synchronised backward passes (gradients) so far."""
 
-    def before_step(self, optimizer: Any) -> None:
-        """Called before every optimizer step, skipped ones included."""
+    def before_step(self, optimizer: Any, announced: bool = False) -> None:
+        """Called before every optimizer step, skipped ones included.
+
+        Args:
+            optimizer: about to step.
+            announced: ``end_step`` will be called, whatever happens.
+        """
+
+    def end_step(self, optimizer: Any) -> None:
+        """Called before ``after_step`` of an announced step, and also if the step raised."""
 
     def after_step(self, optimizer: Any) -> None:
         """Called after every optimizer step, skipped ones included."""

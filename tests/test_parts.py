@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from lightning_sparse.accumulator import MomentumSum, Vectors
 from lightning_sparse.codecs import Quantized
@@ -24,6 +25,7 @@ from lightning_sparse.reducer import Reducer
 from lightning_sparse.schedules import constant, cycle, exponential_warmup, piecewise
 from lightning_sparse.sync import Updates
 from lightning_sparse.sync.flat import flat_view, is_small
+from lightning_sparse.sync.lent_rates import LentRates
 from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.stretch import Stretch
 from lightning_sparse.sync.updates_tap import UpdatesTap
@@ -378,6 +380,67 @@ def test_a_step_that_failed_leaves_nothing_to_stretch() -> None:
     stretch.after_step({"w": weight})
     stretch.after_step({"w": weight})
     assert weight.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW], ids=lambda make: make.__name__)
+def test_lent_rates_make_the_step_that_a_stretch_makes(make: Any) -> None:
+    def train(by_rate: bool) -> tuple[list[Tensor], list[float]]:
+        torch.manual_seed(0)
+        weights = {name: nn.Parameter(torch.randn(5)) for name in "abc"}
+        options = {"weight_decay": 0.1} | ({"momentum": 0.9} if make is SGD else {})
+        groups = [{"params": [weights["a"], weights["b"]]}, {"params": [weights["c"]], "lr": 0.3}]
+        optimizer = make(groups, lr=0.1, **options)
+        rates, stretch, factors, seen = LentRates(), Stretch(), {"a": 1.5, "c": 1.2}, []
+
+        def closure() -> None:
+            # what a hook changes here counts for this very step
+            seen.append(optimizer.param_groups[1]["lr"])
+            optimizer.param_groups[1]["lr"] *= 0.5
+            for p in weights.values():
+                p.grad = torch.randn(5)
+
+        for _ in range(3):
+            if by_rate:
+                assert rates.arm(optimizer, weights, factors)
+            else:
+                stretch.before_step({name: p.data for name, p in weights.items()}, factors)
+            optimizer.step(closure)
+            if by_rate:
+                assert rates.applied == factors
+                rates.disarm(optimizer)
+            else:
+                stretch.after_step({name: p.data for name, p in weights.items()})
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+        return [p.detach() for p in weights.values()], seen
+
+    (lent, seen), (stretched, expected) = train(True), train(False)
+    assert seen == expected == [0.3, 0.15, 0.075]
+    torch.testing.assert_close(lent, stretched, rtol=1e-5, atol=1e-6)
+
+
+def test_lent_rates_are_given_back_when_the_step_raises_and_not_lent_to_what_may_not_be_proportional() -> None:
+    class Mine(AdamW):
+        pass
+
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    rates = LentRates()
+    for optimizer in (Mine([weight]), RMSprop([weight])):
+        assert not rates.arm(optimizer, {"w": weight}, {"w": 2.0})
+    optimizer = AdamW([weight], lr=0.1)
+    groups = optimizer.param_groups
+    rates.arm(optimizer, {"w": weight}, {"w": 2.0})
+    optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    rates.disarm(optimizer)
+    assert optimizer.param_groups is groups
+    assert groups[0]["lr"] == 0.1
+    # a step that nobody has announced is made as ever
+    before = weight.detach().clone()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    torch.testing.assert_close(before - weight.detach(), torch.full((3,), 0.1), rtol=0.05, atol=0)
 
 
 def test_nothing_is_measured_where_a_step_or_a_factor_is_given() -> None:

@@ -65,14 +65,21 @@ class Agreement:
         self._positions = {name: (row * x.numel()) >> 32 for row, (name, x) in rows}
         self._before = _read(weights, self._positions)
 
-    def after_step(self, weights: Mapping[str, Tensor]) -> None:
-        """Take what the last measurement brought, and begin to average this one. Every rank calls it."""
+    def after_step(self, weights: Mapping[str, Tensor], applied: Mapping[str, float]) -> None:
+        """Take what the last measurement brought, and begin to average this one. Every rank calls it.
+
+        Args:
+            weights: by name, [n] in any dtype.
+            applied: the factor that the step was made with, by name, 1 where there is none.
+        """
         before, self._before = self._before, None
         self._take()
         if before is None:
             return
         counts = {name: at.numel() for name, at in self._positions.items()}
         step = _read(weights, self._positions) - before
+        for name, samples in zip(counts, step.split(list(counts.values())), strict=True):
+            samples.div_(applied.get(name, 1.0))
         squares = _squares(step, counts)
         self._flight = _Flight(counts, self._reducer.submit_mean(torch.cat([step, squares])))
 

@@ -13,8 +13,11 @@ class Alone:
     def __init__(self) -> None:
         self.steps = 0
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, announced: bool = False) -> None:
         """Nothing to prepare."""
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Nothing: the optimizer is as it was."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.steps += 1

@@ -125,7 +125,7 @@ class GradientsTap:
             self._submit("model" if is_whole else f"bucket {bucket.index()}", buckets)
         return entry.future
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any, announced: bool = False) -> None:
         """Raise RuntimeError on a parameter that DDP does not know: ranks would train it apart, without a word."""
         for entry in optimizer.param_groups:
             for parameter in entry["params"]:
@@ -136,6 +136,9 @@ class GradientsTap:
                         " requires_grad=True: DDP exchanges no gradient of it. Unfreeze it before fit, or pass"
                         " exchange=Updates()"
                     )
+
+    def end_step(self, optimizer: Any) -> None:
+        """Nothing: the optimizer is as it was."""
 
     def after_step(self, optimizer: Any) -> None:
         """Nothing: the exchange happens in the backward pass."""

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_sparse.job import Outcome
 from lightning_sparse.protocols import Schedule
 from lightning_sparse.sync.agreement import Agreement
 from lightning_sparse.sync.anchor import Anchor
 from lightning_sparse.sync.flat import flat_view
+from lightning_sparse.sync.lent_rates import LentRates
 from lightning_sparse.sync.stretch import Stretch
 
 
@@ -41,6 +43,7 @@ class Group:
         self.own: list[Tensor] = []
         self.moved = 0.0
         self._stretch = Stretch()
+        self._rates = LentRates()
 
     def add(self, parameters: dict[str, nn.Parameter]) -> None:
         """Take up parameters that ranks agree on now."""
@@ -58,19 +61,29 @@ class Group:
             return {name: scale.factor(name) for name in self.parameters}
         return dict.fromkeys(self.parameters, float(scale(self.steps)))
 
-    def before_step(self) -> None:
-        """Remember what is needed to measure and to stretch the coming step."""
+    def before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Remember what is needed to measure and to stretch the coming step.
+
+        Args:
+            optimizer: may be given other rates for the step, as ``end_step`` follows.
+        """
         weights = self.by_name()
         if isinstance(self.lr_scale, Agreement):
             self.lr_scale.before_step(self.steps, weights)
         scales = self.lr_scales()
-        self._stretch.before_step(weights, {name: scales[name] for name in weights})
+        factors = {name: scales[name] for name in weights if scales[name] != 1}
+        by_rate = optimizer is not None and self._rates.arm(optimizer, self.parameters, factors)
+        self._stretch.before_step(weights, {} if by_rate else factors)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Behind a step that may have raised: the optimizer has its own rates again."""
+        self._rates.disarm(optimizer)
 
     def after_step(self) -> None:
         """Measure the step, then stretch it."""
         weights = self.by_name()
         if isinstance(self.lr_scale, Agreement):
-            self.lr_scale.after_step(weights)
+            self.lr_scale.after_step(weights, self._rates.applied)
         self._stretch.after_step(weights)
 
     def restart(self) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -40,12 +41,13 @@ class Steps:
     @contextmanager
     def announced(self, optimizer: Optimizer) -> Iterator[None]:
         """Around a step that Lightning makes."""
-        self._timed(self._tap.before_step, optimizer)
+        self._timed(partial(self._tap.before_step, announced=True), optimizer)
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
+            self._tap.end_step(optimizer)
         self._timed(self._tap.after_step, optimizer)
 
     def guarded(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ class Stretch:
     """Moves weights on along the step they have just made: ``p = before + factor * (p - before)``.
 
     For an optimizer whose step is proportional to its learning rate this is a factor on the learning rate; learning
-    rates themselves, groups and optimizer state stay as they are. Holds a copy of the weights whose factor is not 1.
+    rates themselves, groups and optimizer state stay as they are. Holds a copy of the weights that have a factor.
     """
 
     def __init__(self) -> None:
@@ -19,8 +19,8 @@ class Stretch:
         self._factors: dict[str, float] = {}
 
     def before_step(self, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> None:
-        """Remember the weights, by name: [n] each. What an earlier step has left is forgotten."""
-        self._factors = {name: factor for name, factor in factors.items() if factor != 1}
+        """Remember the weights of each factor, by name: [n] each. What an earlier step has left is forgotten."""
+        self._factors = dict(factors)
         for name in self._factors:
             if name in self._before:
                 self._before[name].copy_(weights[name])

@@ -89,7 +89,7 @@ class UpdatesTap:
         return {name: scale for group in self._groups.values() for name, scale in group.lr_scales().items()}
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, announced: bool = False) -> None:
         group = self._group(optimizer)
         self._adopt(group, optimizer)
         self._before = None
@@ -98,7 +98,7 @@ class UpdatesTap:
             return
         if self.watch(group.steps):
             self._before = [view.clone() for view in group.views(group.parameters)]
-        group.before_step()
+        group.before_step(optimizer if announced else None)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
@@ -128,6 +128,9 @@ class UpdatesTap:
         group.flight = self._reducer.submit_picked(self._reducer.pick(job))
         if not self._config.overlap:
             self._merge(group)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        self._group(optimizer).end_step(optimizer)
 
     def refuses(self, optimizer: Optimizer) -> bool:
         return not gradients_are_finite(optimizer)

@@ -131,8 +131,10 @@ class Ledger(pl.Callback):
 
     def _after(self) -> None:
         for name, p in self.module.named_parameters():
-            # steps are stretched behind this hook
-            _add(self.came, name, self.scales[name] * (p.detach().double() - self.previous[name]))
+            # steps are stretched behind this hook, unless they were made with longer rates
+            (group,) = [group for group in self.tap._groups.values() if name in group.parameters]
+            factor = self.scales[name] / group._rates.applied.get(name, 1.0)
+            _add(self.came, name, factor * (p.detach().double() - self.previous[name]))
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.tap.name == "gradients":
