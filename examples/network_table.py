@@ -14,6 +14,7 @@ NAMES = {
     "ddp-powersgd": "`ddp`, PowerSGD hook, rank 4",
     "updates": "`sparse_ddp`, default",
     "guarded": "`sparse_ddp`, default, once the guard has decided",
+    "updates-auto": "`exchange=Updates(overlap=True), density=\"auto\"`, once it has measured",
     "updates-overlap": "`exchange=Updates(overlap=True)`",
     "updates-every4": "`exchange=Updates(every=4)`",
     "updates-topk": "`density=0.01` (`TopK`)",
@@ -34,9 +35,14 @@ def table(rows: list[dict[str, Any]]) -> str:
         found = {row["rate_mbit"] or float("inf"): row for row in rows if row["strategy"] == strategy}
         if not found:
             continue
-        cells = [f"{1000 * found[rate]['step_seconds']:.0f} ({found[rate]['ratio_to_ddp']:.1f})" for rate in rates]
+        cells = [_cell(found[rate]) if rate in found else "-" for rate in rates]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    times = "" if row["ratio_to_ddp"] is None else f" ({row['ratio_to_ddp']:.1f})"
+    return f"{1000 * row['step_seconds']:.0f}{times}"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ def _sparse(**options: Any) -> Callable[[], Any]:
 DENSE = "ddp"
 BOUND = "alone"
 GUARDED = "guarded"
+AUTO = "updates-auto"
 
 CONTENDERS: dict[str, Callable[[], Any]] = {
     DENSE: _dense(),
@@ -41,14 +42,16 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     "updates-every4": _sparse(exchange=Updates(every=4)),
     "updates-topk": _sparse(exchange=Updates(), density=0.01, compressor=TopK()),
     "gradients": _sparse(exchange=Gradients(), density=0.01),
+    # as many bytes as the link has time for beside the computation
+    AUTO: _sparse(exchange=Updates(overlap=True), density="auto"),
     # the default, which measures for some time what is faster here; the others always exchange
     GUARDED: _sparse(guard=True),
     # every rank by itself: what no exchange can beat
     BOUND: lambda: "auto",
 }
-USUAL = [name for name in CONTENDERS if name != GUARDED]
+USUAL = [name for name in CONTENDERS if name not in (GUARDED, AUTO)]
 
 
 def warmup_of(name: str) -> int:
     """Steps of a training that are left out of its times: a multiple of 4, as local steps exchange every 4 steps."""
-    return 80 if name == GUARDED else 4
+    return 80 if name in (GUARDED, AUTO) else 4
