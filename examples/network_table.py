@@ -14,7 +14,7 @@ NAMES = {
     "ddp-powersgd": "`ddp`, PowerSGD hook, rank 4",
     "updates": "`sparse_ddp`, default",
     "guarded": "`sparse_ddp`, default, once the guard has decided",
-    "updates-auto": "`exchange=Updates(overlap=True), density=\"auto\"`, once it has measured",
+    "updates-auto": '`exchange=Updates(overlap=True), density="auto"`, once it has measured',
     "updates-overlap": "`exchange=Updates(overlap=True)`",
     "updates-every4": "`exchange=Updates(every=4)`",
     "updates-topk": "`density=0.01` (`TopK`)",
