@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,18 +48,19 @@ def save(
     """
     state: dict[str, Any] = {"version": _VERSION, "kind": kind, "exchange": tap.name}
     state["shared"] = _to_cpu(tap.shared_state(together))
-    state["cut"] = dict(reducer.cut)
+    state["cut"], state["cut_by"] = dict(reducer.cut), _cut_by(reducer)
     if kind == "none":
         return state
     world = reducer.transport.world_size
     if kind == "mean":
-        owed = _to_cpu(reducer.call(lambda: _mean(tap.owed(world), reducer)))
+        owed = _to_cpu(_mean(reducer.call(lambda: tap.owed(world)), reducer))
         return state | {"owed": owed, "layout": _layout(owed)}
     own = tap.own_state()
     mine = {
         "own": own,
         "layout": _layout(own),
         "optimizers": list(optimizers),
+        "shapes": _shapes(optimizers),
         "generators": _generators(device),
     }
     ranks: list[Any] | None = [None] * world if reducer.transport.rank == 0 else None
@@ -68,24 +69,37 @@ def save(
 
 
 def load(
-    state: Any, tap: Tap, reducer: Reducer, module: nn.Module, device: torch.device
-) -> Sequence[Mapping[str, Any]] | None:
+    state: Any,
+    tap: Tap,
+    reducer: Reducer,
+    module: nn.Module,
+    device: torch.device,
+    take: Callable[[Sequence[Mapping[str, Any]]], None],
+) -> None:
     """Take over what ``save`` has made. Every rank calls it with the same state, and either none of them raises or all.
 
-    Returns:
-        This rank's optimizer states, if they are in the file.
+    Args:
+        state: of the file, None if it has none.
+        tap: owes it from now on.
+        reducer: agrees on whether all is well.
+        module: whose parameters it must be of.
+        device: whose generator is set.
+        take: is given this rank's optimizer states, if they are in the file.
 
     Raises:
         ValueError: the state belongs to another model, or something of it is missing.
     """
     if state is None:
         log.info("sparse_ddp: the checkpoint is of another strategy; nothing is owed yet")
-        return None
-    _check(state, tap, module)
+        return
     problem: Exception | None = None
     try:
-        mine = _take(state, tap, reducer, device)
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
+        _check(state, tap, module)
+        _take(state, tap, reducer, device, take)
+    except _RefusedError as error:
+        # the same on every rank
+        raise ValueError(str(error)) from None
+    except Exception as error:  # of any kind, as anything may stand in a damaged file
         problem = error
     # a rank that has raised would leave the others waiting in their first step
     if reducer.on_any_rank(problem is not None):
@@ -93,25 +107,41 @@ def load(
         raise ValueError(
             f"sparse_ddp: expected a whole state in the checkpoint, got a damaged one on at least one rank: {what}"
         ) from problem
-    return mine
 
 
-def _take(state: Any, tap: Tap, reducer: Reducer, device: torch.device) -> Sequence[Mapping[str, Any]] | None:
-    tap.load_shared_state(state["shared"])
-    reducer.cut = {str(name): float(density) for name, density in state["cut"].items()}
+class _RefusedError(Exception):
+    """Every rank finds the same fault in the file."""
+
+
+def _take(
+    state: Any,
+    tap: Tap,
+    reducer: Reducer,
+    device: torch.device,
+    take: Callable[[Sequence[Mapping[str, Any]]], None],
+) -> None:
     if state["kind"] == "none":
         log.warning("sparse_ddp: the checkpoint holds nothing of what ranks owed each other; they begin with none")
-        return None
+        if state["exchange"] != tap.name:
+            # counters and measured factors mean nothing to the other exchange
+            return
+    tap.load_shared_state(state["shared"])
+    # with other parts every density is another cut
+    is_same = state["cut_by"] == _cut_by(reducer)
+    reducer.cut = {str(name): float(density) if is_same else 0.0 for name, density in state["cut"].items()}
+    if state["kind"] == "none":
+        return
     world = reducer.transport.world_size
     if state["kind"] == "mean":
         tap.load_owed(state["owed"])
-        return None
+        return
     ranks = state["ranks"]
     if len(ranks) == world:
         mine = ranks[reducer.transport.rank]
         tap.load_own_state(mine["own"])
         _set_generators(mine["generators"], device)
-        return list(mine["optimizers"])
+        take(list(mine["optimizers"]))
+        return
     log.warning(
         f"sparse_ddp: the checkpoint is of {len(ranks)} ranks, there are {world}: each of them begins with the mean of"
         " what those owed"
@@ -125,7 +155,6 @@ def _take(state: Any, tap: Tap, reducer: Reducer, device: torch.device) -> Seque
                 known = total.setdefault(kind, {})
                 known[name] = known[name] + share if name in known else share
     tap.load_owed({kind: {name: x.float() for name, x in parts.items()} for kind, parts in total.items()})
-    return None
 
 
 def _to_cpu(state: Any) -> Any:
@@ -138,39 +167,82 @@ def _to_cpu(state: Any) -> Any:
 
 
 def _mean(owed: Owed, reducer: Reducer) -> Owed:
-    """The mean over ranks, of every kind and name."""
-    out: Owed = {}
-    for kind in sorted(owed):
-        out[kind] = {name: reducer.transport.all_reduce_mean_(x.clone()) for name, x in sorted(owed[kind].items())}
-    return out
+    """The mean over ranks, of every kind and name that any of them has."""
+    mine = {(kind, name): x for kind, parts in owed.items() for name, x in parts.items()}
+    known: list[Any] = [None] * reducer.transport.world_size
+    # a rank that has refused every step so far keeps nothing yet
+    dist.all_gather_object(known, {key: x.numel() for key, x in mine.items()})
+    sizes = {key: numel for theirs in known for key, numel in theirs.items()}
+
+    def average(key: tuple[str, str]) -> Tensor:
+        x = mine[key].clone() if key in mine else torch.zeros(sizes[key], device=reducer.device)
+        return reducer.transport.all_reduce_mean_(x)
+
+    means = reducer.call(lambda: {key: average(key) for key in sorted(sizes)})
+    return {kind: {name: x for (of, name), x in means.items() if of == kind} for kind in sorted({k for k, _ in means})}
+
+
+def _cut_by(reducer: Reducer) -> str:
+    """What decides, with the density, which entries a rank averages."""
+    return f"{reducer.compressor}, {reducer.communicator}"
+
+
+def _shapes(state: Any) -> Any:
+    """What there is, without its values."""
+    if isinstance(state, Tensor):
+        return [str(state.dtype), *state.shape]
+    if isinstance(state, Mapping):
+        return {str(key): _shapes(x) for key, x in state.items()}
+    return [_shapes(x) for x in state] if isinstance(state, (list, tuple)) else type(state).__name__
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, (Mapping, list, tuple)):
+        for x in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors(x)
 
 
 def _check(state: Any, tap: Tap, module: nn.Module) -> None:
-    """Raise ValueError unless ``state`` is ours, whole, and of this model."""
+    """Refuse what is not ours, not whole, or of another model."""
     if not isinstance(state, Mapping) or state.get("version") != _VERSION or state.get("kind") not in KINDS:
-        raise ValueError(
+        raise _RefusedError(
             f"sparse_ddp: expected a checkpoint's state of version {_VERSION}, got {_describe(state)}:"
             " it was written by another version, or is damaged"
         )
+    parts = {"exact": ("ranks",), "mean": ("owed", "layout"), "none": ()}[state["kind"]]
+    _check_keys(state, ("exchange", "shared", "cut", "cut_by", *parts))
     if state["exchange"] != tap.name and state["kind"] != "none":
-        raise ValueError(
+        raise _RefusedError(
             f"sparse_ddp: expected a checkpoint of the {tap.name} exchange, got one of {state['exchange']}: pass"
             f" exchange={state['exchange'].capitalize()}(), or delete checkpoint[{KEY!r}] to begin with nothing owed"
         )
-    parts = {"exact": ("ranks",), "mean": ("owed", "layout"), "none": ()}[state["kind"]]
-    _check_keys(state, ("shared", "cut", *parts))
     sizes = {name: p.numel() for name, p in module.named_parameters()}
+    for group in state["shared"].get("groups", ()) if state["exchange"] == tap.name else ():
+        _check_keys(group, ("anchor", "outer"))
+        _check_names({kind: group[kind] for kind in ("anchor", "outer")}, {}, sizes)
     if state["kind"] == "mean":
         _check_names(state["owed"], state["layout"], sizes)
     for rank in state["ranks"] if state["kind"] == "exact" else ():
-        _check_keys(rank, ("own", "layout", "optimizers", "generators"))
+        _check_keys(rank, ("own", "layout", "optimizers", "shapes", "generators"))
         _check_names(rank["own"], rank["layout"], sizes)
+        if _shapes(rank["optimizers"]) != rank["shapes"]:
+            raise _RefusedError(
+                "sparse_ddp: expected every rank's optimizer states in the checkpoint, got others: damaged"
+            )
+        if any(bool(x.isnan().any()) for x in _tensors(rank["optimizers"]) if x.is_floating_point()):
+            raise _RefusedError(
+                "sparse_ddp: expected optimizer states without NaN in the checkpoint, got some: damaged"
+            )
 
 
 def _check_keys(state: Any, keys: Sequence[str]) -> None:
     for key in keys:
         if not isinstance(state, Mapping) or key not in state:
-            raise ValueError(f"sparse_ddp: expected {key!r} in the checkpoint's state, got {_describe(state)}: damaged")
+            raise _RefusedError(
+                f"sparse_ddp: expected {key!r} in the checkpoint's state, got {_describe(state)}: damaged"
+            )
 
 
 def _layout(owed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
@@ -183,19 +255,20 @@ def _check_names(kinds: Any, layout: Mapping[str, Sequence[str]], sizes: Mapping
     for kind, names in layout.items():
         for name in names:
             if name not in kinds[kind]:
-                raise ValueError(
+                raise _RefusedError(
                     f"sparse_ddp: expected {kind} of parameter {name!r} in the checkpoint's state, got none: damaged"
                 )
     for kind, parts in kinds.items():
         for name, x in parts.items():
-            if name not in sizes or not isinstance(x, Tensor) or x.numel() != sizes[name]:
-                got = f"{x.numel()} elements" if isinstance(x, Tensor) else _describe(x)
-                raise ValueError(
+            is_like = isinstance(x, Tensor) and x.is_floating_point() and x.numel() == sizes.get(name)
+            if not is_like:
+                got = f"{x.numel()} elements of {x.dtype}" if isinstance(x, Tensor) else _describe(x)
+                raise _RefusedError(
                     f"sparse_ddp: expected {sizes.get(name, 'no')} elements of {kind} for parameter {name!r},"
                     f" got {got}: the checkpoint belongs to another model"
                 )
             if not are_finite([x]):
-                raise ValueError(
+                raise _RefusedError(
                     f"sparse_ddp: expected finite {kind} of parameter {name!r} in the checkpoint's state, got NaN or"
                     " inf: damaged"
                 )

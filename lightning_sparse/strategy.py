@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,6 +178,8 @@ class SparseDDP(_Base):
         if self.tap is not None:
             self.tap.restart()
             self._start_pace()
+            # of the training before this one
+            self._left = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add what ranks owe each other, unless only weights are saved, and write the file on rank 0."""
@@ -205,19 +207,24 @@ class SparseDDP(_Base):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load optimizer states, and what ranks owe each other."""
-        super().load_optimizer_state_dict(checkpoint)
+        load_states = super().load_optimizer_state_dict
+        load_states(checkpoint)
+
+        def take(own: Sequence[Mapping[str, Any]]) -> None:
+            load_states({"optimizer_states": own})
+
         alone = self._connection is None and self.world_size == 1 and KEY in checkpoint
         connection = self._connect() if alone else self._connection
         if connection is not None:
             tap, reducer = connection.tap, connection.reducer
             try:
-                own = load(checkpoint.get(KEY), tap, reducer, self._module, self.root_device)
+                load(checkpoint.get(KEY), tap, reducer, self._module, self.root_device, take)
+                if isinstance(tap, UpdatesTap):
+                    tap.wake()
             finally:
                 if alone:
                     # what several ranks owed is in the weights now
                     connection.close()
-            if own is not None:
-                super().load_optimizer_state_dict({"optimizer_states": own})
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step the optimizer and tell the tap, also when a loss scaler skips the step."""
@@ -279,7 +286,7 @@ class SparseDDP(_Base):
             the first ``fit`` and in the parent of spawned ranks.
         """
         if self.tap is None or self.reducer is None:
-            return self._summary
+            return self._summary | ({"skipped": self.skipped} if self._steps is not None else {})
         guard = self._pace.guard if self._pace is not None else None
         found = {"is_dense": guard.is_dense, **guard.measured} if guard is not None else {}
         return {**summarise(self.tap, self.reducer, self._module, self.skipped), "guard": found}
@@ -296,6 +303,8 @@ class SparseDDP(_Base):
             self._summary = self.summary()
             self._connection.close()
         if self._steps is not None:
+            # one rank counts what it skips, and has nothing else to say
+            self._summary = self._summary if self._connection is not None else {"skipped": self.skipped}
             self._steps.close()
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -100,6 +101,8 @@ class Agreement:
         """Take over what ``state_dict`` gave; with another number of ranks, what it says of their steps' noise."""
         self._sums = {name: (of_mean, of_each) for name, (of_mean, of_each) in state["sums"].items()}
         before, now = state["world_size"], self._reducer.transport.world_size
+        if before < 2 or not all(map(math.isfinite, itertools.chain(*self._sums.values()))):
+            raise ValueError(f"Agreement: expected finite sums of at least 2 ranks, got {self._sums} of {before}")
         if before != now:
             # of steps = signal + noise, the mean over w ranks keeps the signal's square and 1 / w of the noise's
             share = (1 - 1 / now) / (1 - 1 / before)

@@ -126,6 +126,8 @@ class Group:
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Take over what ``shared_state`` gave; other weights are where the anchor is."""
         self.steps, self.exchanges = int(state["steps"]), int(state["exchanges"])
+        if min(self.steps, self.exchanges) < 0:
+            raise ValueError(f"Updates: expected counters from 0, got {self.steps} steps, {self.exchanges} exchanges")
         self._trained = set(state["trained"])
         if isinstance(self.lr_scale, Agreement) and state["agreement"] is not None:
             self.lr_scale.load_state_dict(state["agreement"])

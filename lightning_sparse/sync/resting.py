@@ -50,7 +50,7 @@ class Resting:
         saved.load_owed(self._groups.values(), owed)
         for group in self._groups.values():
             group.rest()
-        self._rescale(-2)
+        rescale(self._groups.values(), self._optimizers, -2)
         return True
 
     @torch.no_grad()
@@ -63,22 +63,29 @@ class Resting:
         """The anchor is a copy again."""
         for group in self._groups.values():
             group.anchor_here()
-        self._rescale(2)
+        rescale(self._groups.values(), self._optimizers, 2)
 
-    def _rescale(self, power: int) -> None:
-        """Second moments of one rank's gradient become those of the mean's, whose noise is smaller, or the reverse.
 
-        With rho the share of its energy that survives averaging, that is a factor of rho, and steps were stretched by
-        ``scale = rho ** -0.5``.
-        """
-        scales: dict[int, float] = {}
-        for group in self._groups.values():
-            scales |= {id(group.parameters[name]): scale for name, scale in group.lr_scales().items()}
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                for key in ("exp_avg_sq", "max_exp_avg_sq"):
-                    if isinstance(x := state.get(key), Tensor):
-                        x.mul_(scales.get(id(parameter), 1.0) ** power)
+@torch.no_grad()
+def rescale(groups: Iterable[Group], optimizers: Iterable[Optimizer], power: int) -> None:
+    """Second moments of one rank's gradient become those of the mean's, whose noise is smaller, or the reverse.
+
+    With rho the share of its energy that survives averaging, that is a factor of rho, and steps were stretched by
+    ``scale = rho ** -0.5``.
+
+    Args:
+        groups: know the scales.
+        optimizers: hold the moments.
+        power: of the scale: -2 for the mean's, 2 for one rank's.
+    """
+    scales: dict[int, float] = {}
+    for group in groups:
+        scales |= {id(group.parameters[name]): scale for name, scale in group.lr_scales().items()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key in ("exp_avg_sq", "max_exp_avg_sq"):
+                if isinstance(x := state.get(key), Tensor):
+                    x.mul_(scales.get(id(parameter), 1.0) ** power)
 
 
 def agree_on_optimizers(optimizers: Iterable[Optimizer], transport: Transport) -> bool:

@@ -79,13 +79,13 @@ class Steps:
                 f"sparse_ddp: expected finite gradients on every rank, got NaN or inf for {where}: lower the learning"
                 " rate, or pass on_nonfinite='skip'"
             )
-            return
-        self.skipped += 1
-        # the 1st, 2nd, 4th, 8th: a training that has gone bad for good does not fill the log
-        if self.skipped.bit_count() == 1:
-            log.warning(
-                f"sparse_ddp: NaN or inf in gradients for {where}: this step is skipped ({self.skipped} so far)"
-            )
+        else:
+            self.skipped += 1
+            # the 1st, 2nd, 4th, 8th: a training that has gone bad for good does not fill the log
+            if self.skipped.bit_count() == 1:
+                log.warning(
+                    f"sparse_ddp: NaN or inf in gradients for {where}: this step is skipped ({self.skipped} so far)"
+                )
         # optimizers pass over parameters without gradient: no weight, no momentum, no decay moves
         for entry in optimizer.param_groups:
             for parameter in entry["params"]:

@@ -23,7 +23,7 @@ from lightning_sparse.sync.flat import is_small
 from lightning_sparse.sync.group import Group
 from lightning_sparse.sync.merge import merge
 from lightning_sparse.sync.outside import Outside
-from lightning_sparse.sync.resting import Resting
+from lightning_sparse.sync.resting import Resting, rescale
 from lightning_sparse.sync.shown import Shown, settle
 from lightning_sparse.sync.updates import Updates
 
@@ -78,6 +78,8 @@ class UpdatesTap:
         self._outside = Outside(self._unowned.values())
         self._shown = Shown(self._groups, self._merge, self._share_rest)
         self._resting: Resting | None = None
+        self._loaded_at_rest = False
+        self._given_up = ""
 
     @property
     def steps(self) -> int:
@@ -142,6 +144,7 @@ class UpdatesTap:
             # every rank has seen the same mean
             raise FloatingPointError(message)
         log.error(message)
+        self._given_up = message
         for group in self._groups.values():
             for view in group.views(group.live()):
                 view.fill_(torch.nan)
@@ -173,7 +176,14 @@ class UpdatesTap:
             group.restart()
         self._shown.restart()
 
+    def wake(self) -> None:
+        """After optimizer states were loaded: those saved while DDP was in charge are this exchange's again."""
+        if self._loaded_at_rest:
+            rescale(self._groups.values(), self._optimizers, 2)
+        self._loaded_at_rest = False
+
     def enter_shared(self) -> None:
+        self._check_given_up()
         self._shown.enter(together=True)
 
     def leave_shared(self) -> None:
@@ -189,6 +199,8 @@ class UpdatesTap:
         if self._shown.is_shown:
             yield
             return
+        if together:
+            self._check_given_up()
         self._shown.enter(together)
         try:
             yield
@@ -196,6 +208,7 @@ class UpdatesTap:
             self._shown.leave()
 
     def finish(self) -> None:
+        self._check_given_up()
         # a copy, so that weights that callbacks replace from here on are noticed
         self.resume()
         self._shown.end(together=True)
@@ -215,7 +228,8 @@ class UpdatesTap:
     def shared_state(self, together: bool = True) -> dict[str, Any]:
         for group in self._groups.values() if together else ():
             self._merge(group)
-        return {"groups": [group.shared_state(together) for group in self._groups.values()]}
+        groups = [group.shared_state(together) for group in self._groups.values()]
+        return {"groups": groups, "at_rest": self._resting is not None}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         groups = state["groups"]
@@ -228,6 +242,7 @@ class UpdatesTap:
             # a callback may have brought parameters back before
             self._adopt(group, optimizer)
             group.load_shared_state(part)
+        self._loaded_at_rest = bool(state["at_rest"])
 
     def own_state(self) -> dict[str, dict[str, Tensor]]:
         return saved.own_state(self._groups.values())
@@ -261,6 +276,15 @@ class UpdatesTap:
         mine = [id(p) for entry in optimizer.param_groups for p in entry["params"]]
         # a parameter of two optimizers belongs to the first
         group.add(dict(self._unowned.pop(key) for key in mine if key in self._unowned))
+
+    def _check_given_up(self) -> None:
+        """Raise FloatingPointError if a rank has given up since the last exchange. Every rank calls it."""
+        if self._reducer.on_any_rank(bool(self._given_up)):
+            raise FloatingPointError(
+                self._given_up
+                or "sparse_ddp: expected finite gradients on every rank, got NaN or inf on another one, whose own"
+                " message says more: lower the learning rate, or pass on_nonfinite='skip'"
+            )
 
     def _share_rest(self) -> None:
         def share() -> None:

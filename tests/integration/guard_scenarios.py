@@ -257,6 +257,13 @@ def gradients() -> dict[str, Any]:
     return out
 
 
+class Begun(pl.Callback):
+    """Second moments, and factors on steps, when training begins."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.squares, self.scales = _second_moments(trainer, module), trainer.strategy.tap.lr_scales()
+
+
 def resumed(folder: Path) -> dict[str, Any]:
     """A file that was written while DDP was in charge, for both kinds of state."""
     out = {}
@@ -266,10 +273,12 @@ def resumed(folder: Path) -> dict[str, Any]:
             net = Net("adamw")
             fit(net, ls.SparseDDPStrategy(residual_checkpoint=kind), callbacks=[save], enable_checkpointing=True)
         with script():
-            net = Net("adamw")
+            net, begun = Net("adamw"), Begun()
             path = folder / kind / "step=10.ckpt"
-            fit(net, ls.SparseDDPStrategy(residual_checkpoint=kind), ckpt_path=path)
-        out[kind] = {"weights": weights(net)}
+            fit(net, ls.SparseDDPStrategy(residual_checkpoint=kind), ckpt_path=path, callbacks=[begun])
+        states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+        saved = dict(zip(begun.squares, (state["exp_avg_sq"] for state in states.values()), strict=True))
+        out[kind] = {"weights": weights(net), "saved": saved, "squares": begun.squares, "scales": begun.scales}
     return out
 
 

@@ -13,13 +13,14 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -227,13 +228,51 @@ def other_strategies(folder: Path, ranks: int) -> dict[str, Any]:
     return out | {"ours": weights(net)}
 
 
+class Bad(Net):
+    """The loss is NaN on one rank in some steps."""
+
+    def __init__(self, optimizer: str, rank: int, steps: Container[int]) -> None:
+        super().__init__(optimizer)
+        self.bad_rank, self.bad_steps = rank, steps
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        is_bad = self.global_rank == self.bad_rank and self.trainer.fit_loop.total_batch_idx in self.bad_steps
+        return super().training_step(batch) * (torch.nan if is_bad else 1.0)
+
+
+def spoiled(folder: Path) -> dict[str, Any]:
+    """Files around gradients that are not finite."""
+    out: dict[str, Any] = {}
+    for name in ("gradients", "momentum"):
+        # one rank has refused every step when the file is written
+        here = folder / f"refused {name}"
+        fit(Bad("sgd", 1, range(BATCHES)), STRATEGIES[name]("mean"), 2, saver(here), max_epochs=1)
+        out[name] = torch.load(here / "epoch=0.ckpt", weights_only=True)["sparse_ddp"]["owed"]
+    for rank in range(2):
+        # behind the last exchange of the run
+        strategy = ls.SparseDDPStrategy(exchange=ls.Updates(every=4), on_nonfinite="raise")
+        with pytest.raises(FloatingPointError, match="on_nonfinite='skip'"):
+            fit(Bad("adamw", rank, [BATCHES - 1]), strategy, 2, saver(folder / f"raised {rank}"), max_epochs=1)
+        torch.distributed.barrier()
+    out["files"] = [str(path) for path in folder.glob("raised */*")]
+    on_exception = OnExceptionCheckpoint(folder, "on_exception")
+    with pytest.raises(FloatingPointError):
+        fit(Bad("adamw", 0, [3]), ls.SparseDDPStrategy(on_nonfinite="raise"), 2, on_exception, max_epochs=1)
+    torch.distributed.barrier()
+    out["state"] = torch.load(folder / "on_exception.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    # the exchange of gradients begins anew from what the other one has left
+    net = Net("adamw")
+    fit(net, ls.SparseDDPStrategy(exchange=ls.Gradients()), 2, path=folder / "on_exception.ckpt", max_epochs=2)
+    return out | {"weights": weights(net)}
+
+
 def refused(folder: Path) -> dict[str, str]:
     """States that are not ours, not whole, or not of this model."""
     messages = {}
     rank = torch.distributed.get_rank()
     for name, kind in (("updates", "mean"), ("updates", "exact"), ("gradients", "mean")):
         good = torch.load(folder / f"{name} {kind} 2" / "epoch=1.ckpt", weights_only=True)
-        for fault, break_ in FAULTS.items():
+        for fault, break_ in {**FAULTS, **(OF_RANKS if kind == "exact" else {})}.items():
             path = folder / f"{fault}.ckpt"
             if rank == 0:
                 bad = {**good, "sparse_ddp": break_(copy.deepcopy(good["sparse_ddp"]))}
@@ -272,6 +311,32 @@ def _spoil(state: Any) -> Any:
     return state
 
 
+def _to_integers(state: Any) -> Any:
+    parts = _parts(state)
+    parts["layers.0.weight"] = parts["layers.0.weight"].long()
+    return state
+
+
+def _first(state: Any, key: str, value: Any) -> Any:
+    if "ranks" in state:
+        state["ranks"][1][key] = value
+    return state
+
+
+def _optimizer(state: Any) -> Any:
+    return state["ranks"][1]["optimizers"][0]
+
+
+def _spoil_moments(state: Any) -> Any:
+    _optimizer(state)["state"][0]["exp_avg"].view(-1)[0] = torch.nan
+    return state
+
+
+def _shorten_moments(state: Any) -> Any:
+    _optimizer(state)["state"][0]["exp_avg"] = torch.zeros(3)
+    return state
+
+
 FAULTS: dict[str, Any] = {
     "shortened": _shorten,
     "renamed": _rename,
@@ -282,6 +347,15 @@ FAULTS: dict[str, Any] = {
     "not finite": _spoil,
     "without counters": lambda state: {**state, "shared": {}},
     "foreign": lambda state: "something",
+    "of integers": _to_integers,
+    "without a layout": lambda state: {**_first(state, "layout", None), "layout": None},
+    "without exchange": lambda state: {key: x for key, x in state.items() if key != "exchange"},
+}
+OF_RANKS: dict[str, Any] = {
+    "without optimizers": lambda state: _first(state, "optimizers", []),
+    "without moments": lambda state: _first(state, "optimizers", [{**_optimizer(state), "state": {}}]),
+    "with NaN in moments": _spoil_moments,
+    "with a weight of another shape": _shorten_moments,
 }
 
 
@@ -290,6 +364,7 @@ def run(folder: Path, ranks: int, stage: str) -> None:
     if stage == "two":
         results: dict[str, Any] = {"exact": exact(folder), "save": save(folder, 2)}
         results |= {"others": other_strategies(folder, 2), "refused": refused(folder)}
+        results["spoiled"] = spoiled(folder)
     elif stage.startswith("kill"):
         way, seed = stage.split()
         results = {"killed": killed(folder, int(seed))} if way == "killed" else {"kill": kill(folder, int(seed))}

@@ -62,6 +62,14 @@ def test_second_moments_become_those_of_the_mean_gradient(ranks: list[dict[str, 
         torch.testing.assert_close(after, mean / first["scales"][name] ** 2, rtol=1e-5, atol=0)
 
 
+def test_moments_saved_under_ddp_are_one_ranks_again_where_the_exchange_goes_on(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for found in (rank["resumed"]["mean"], rank["resumed"]["exact"]):
+            assert any(scale > 1.01 for scale in found["scales"].values())
+            for name, saved in found["saved"].items():
+                torch.testing.assert_close(found["squares"][name], saved * found["scales"][name] ** 2)
+
+
 def test_bytes_of_ddp_are_counted(ranks: list[dict[str, Any]]) -> None:
     result = ranks[0]["adam"]
     parameters = sum(x.numel() for name, x in result["weights"].items() if name in result["scales"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.launch import run_ranks
-from tests.integration.resume import FAULTS, SEEDS, STRATEGIES, drawn
+from tests.integration.resume import FAULTS, OF_RANKS, SEEDS, STRATEGIES, drawn
 
 Results = list[dict[str, Any]]
 # each takes two starts of two processes; more of them: KILLS=20 python -m pytest tests/integration/test_resume.py
@@ -134,10 +134,31 @@ def test_nothing_is_owed_where_nothing_was_saved(four: Results) -> None:
 
 def test_damaged_states_are_refused_by_every_rank(two: Results) -> None:
     for rank in two:
-        assert len(rank["refused"]) == 3 * len(FAULTS)
+        assert len(rank["refused"]) == 3 * len(FAULTS) + len(OF_RANKS)
         for case, message in rank["refused"].items():
             fault = case.split(": ")[1]
             first = "'layers.0.weight'"
-            named = {"shortened": first, "renamed": first, "without a parameter": first, "not finite": first}
+            faults = ("shortened", "renamed", "without a parameter", "not finite", "of integers")
+            named = dict.fromkeys(faults, first)
             name = named.get(fault, "expected")
             assert name in message, case
+
+
+def test_a_file_holds_what_others_owe_where_one_rank_has_refused_every_step(two: Results) -> None:
+    for rank in two:
+        for name, kinds in (("gradients", {"residual"}), ("momentum", {"residual", "velocity"})):
+            owed = rank["spoiled"][name]
+            assert owed.keys() >= kinds
+            for parts in owed.values():
+                assert parts
+                # nothing of a bad step stays with the good rank
+                assert all(float(x.abs().max()) < 1e-6 for x in parts.values())
+
+
+def test_a_rank_that_gives_up_leaves_no_bad_file(two: Results) -> None:
+    for rank in two:
+        assert rank["spoiled"]["files"] == []
+        state = rank["spoiled"]["state"]
+        assert state
+        assert all(bool(x.isfinite().all()) for moments in state.values() for x in moments.values())
+    assert same(two[0]["spoiled"]["weights"], two[1]["spoiled"]["weights"])
