@@ -269,6 +269,18 @@ def test_the_readme_holds_the_table_of_the_network(load: Any) -> None:
     assert load("network_table").table(rows) in (ROOT / "README.md").read_text()
 
 
+def test_the_readme_holds_the_tables_of_benches(load: Any) -> None:
+    readme, tables = (ROOT / "README.md").read_text(), load("bench_tables")
+    kernels, layers = (
+        json.loads((EXAMPLES / f"results/bench_{name}.json").read_text())["rows"] for name in ("kernels", "layers")
+    )
+    assert tables.table(kernels) in readme
+    lines = tables.table(layers).splitlines()
+    shown = readme[readme.index(lines[0]) :].split("\n\n")[0].splitlines()
+    assert len(shown) > 15
+    assert [line for line in shown if line not in lines] == []
+
+
 def test_the_readme_holds_the_table_of_large_batches(load: Any) -> None:
     rows = json.loads((EXAMPLES / "results/large_batch.json").read_text())
     assert load("large_batch_report").markdown(rows) in (ROOT / "README.md").read_text()
