@@ -40,10 +40,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def losses(rows: list[dict[str, Any]]) -> str:
+    """Markdown, for the language model: step time, bytes, last loss, and when the loss was within 1 % of ddp's last."""
+    (target,) = {1.01 * row["val_loss"] for row in rows if row["strategy"] == "ddp"}
+    lines = ["| | ms per step | MB per step | loss | s to `ddp`'s loss + 1 % |", "|---|---|---|---|---|"]
+    for row in rows:
+        reached = [f"{at:.0f}" for at, loss in zip(row["loss_seconds"], row["losses"], strict=True) if loss <= target]
+        cells = f"{1000 * row['step_seconds']:.0f} | {row['bytes_per_step'] / 1e6:.2f} | {row['val_loss']:.3f}"
+        lines.append(f"| {NAMES[row['strategy']]} | {cells} | {[*reached, '-'][0]} |")
+    return "\n".join(lines)
+
+
 def _cell(row: dict[str, Any]) -> str:
     times = "" if row["ratio_to_ddp"] is None else f" ({row['ratio_to_ddp']:.1f})"
     return f"{1000 * row['step_seconds']:.0f}{times}"
 
 
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())["rows"]))
+    measured = json.loads(Path(sys.argv[1]).read_text())["rows"]
+    print(losses(measured) if measured[0]["model"] == "lm" else table(measured))

@@ -266,7 +266,13 @@ def test_large_batch_marks_what_is_within_three_per_cent(load: Any) -> None:
 
 def test_the_readme_holds_the_table_of_the_network(load: Any) -> None:
     rows = json.loads((EXAMPLES / "results/network.json").read_text())["rows"]
-    assert load("network_table").table(rows) in (ROOT / "README.md").read_text()
+    readme, tables = (ROOT / "README.md").read_text(), load("network_table")
+    assert tables.table(rows) in readme
+    rates = json.loads((EXAMPLES / "results/network-rates.json").read_text())["rows"]
+    assert tables.table(rates) in readme
+    for hosts in (2, 4):
+        rows = json.loads((EXAMPLES / f"results/network-lm-{hosts}.json").read_text())["rows"]
+        assert tables.losses(rows) in readme
 
 
 def test_the_readme_holds_the_tables_of_benches(load: Any) -> None:
