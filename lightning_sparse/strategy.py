@@ -283,10 +283,10 @@ class SparseDDP(_Base):
             moves), ``skipped`` (steps of this rank whose gradients were not finite), ``seconds`` (by stage, per step).
             ``guard`` (whether DDP took over, and what was measured: seconds of a ``step``, of its ``exchange``, of an
             ``all_reduce`` of all gradients, of a step with ``ddp_at_best``, and with ``ddp`` if tried). Empty before
-            the first ``fit`` and in the parent of spawned ranks.
+            the first ``fit``, in the parent of spawned ranks, and where one rank has nothing to exchange.
         """
         if self.tap is None or self.reducer is None:
-            return self._summary | ({"skipped": self.skipped} if self._steps is not None else {})
+            return self._summary
         guard = self._pace.guard if self._pace is not None else None
         found = {"is_dense": guard.is_dense, **guard.measured} if guard is not None else {}
         return {**summarise(self.tap, self.reducer, self._module, self.skipped), "guard": found}
@@ -303,8 +303,6 @@ class SparseDDP(_Base):
             self._summary = self.summary()
             self._connection.close()
         if self._steps is not None:
-            # one rank counts what it skips, and has nothing else to say
-            self._summary = self._summary if self._connection is not None else {"skipped": self.skipped}
             self._steps.close()
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)

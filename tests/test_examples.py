@@ -51,6 +51,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield importlib.import_module
     for name in {
         "adascale_compression",
+        "bench_tables",
         "cli",
         "common",
         "corpus",

@@ -63,10 +63,10 @@ EXAMPLE = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT / "examples")!r})
 import train_lm
-train_lm.SIZES["tiny"] = 32, 1, 2
+train_lm.SIZES["toy"] = 32, 1, 2
 
 def problem(fail_at=None, **options):
-    out = train_lm.problem(**options, model_size="tiny", batch_size=2)
+    out = train_lm.problem(**options, model_size="toy", batch_size=2)
     out["val"].dataset.length = 20
     step = out["module"].training_step
     def failing(batch):

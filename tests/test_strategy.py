@@ -288,7 +288,7 @@ def test_what_is_saved_stays_as_it_was() -> None:
     """Training goes on while a file is written."""
     anchor = torch.ones(3)
     tap = SimpleNamespace(name="updates", shared_state=lambda together: {"groups": [{"anchor": {"w": anchor}}]})
-    state = save("none", tap, SimpleNamespace(cut={}), [], torch.device("cpu"))
+    state = save("none", tap, SimpleNamespace(cut={}, compressor=None, communicator=None), [], torch.device("cpu"))
     anchor.zero_()
     assert state["shared"]["groups"][0]["anchor"]["w"].tolist() == [1, 1, 1]
 
