@@ -45,9 +45,10 @@ def losses(rows: list[dict[str, Any]]) -> str:
     (target,) = {1.01 * row["val_loss"] for row in rows if row["strategy"] == "ddp"}
     lines = ["| | ms per step | MB per step | loss | s to `ddp`'s loss + 1 % |", "|---|---|---|---|---|"]
     for row in rows:
-        reached = [f"{at:.0f}" for at, loss in zip(row["loss_seconds"], row["losses"], strict=True) if loss <= target]
+        times = zip(row["loss_seconds"], row["losses"], strict=True)
+        reached = next((f"{at:.0f}" for at, loss in times if loss <= target), "-")
         cells = f"{1000 * row['step_seconds']:.0f} | {row['bytes_per_step'] / 1e6:.2f} | {row['val_loss']:.3f}"
-        lines.append(f"| {NAMES[row['strategy']]} | {cells} | {[*reached, '-'][0]} |")
+        lines.append(f"| {NAMES[row['strategy']]} | {cells} | {reached} |")
     return "\n".join(lines)
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sparse.finite import are_finite
+from lightning_sparse.checkpoint_checks import KINDS, VERSION, RefusedError, check, layout_of, shapes
+from lightning_sparse.nested import mapped
 from lightning_sparse.protocols import Owed, Tap
 from lightning_sparse.reducer import Reducer
-
-KEY = "sparse_ddp"
-KINDS = ("exact", "mean", "none")
-_VERSION = 2
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ def save(
         device: whose generator is saved.
         together: every rank calls it; otherwise ``kind`` is "none".
     """
-    state: dict[str, Any] = {"version": _VERSION, "kind": kind, "exchange": tap.name}
+    state: dict[str, Any] = {"version": VERSION, "kind": kind, "exchange": tap.name}
     state["shared"] = _to_cpu(tap.shared_state(together))
     state["cut"], state["cut_by"] = dict(reducer.cut), _cut_by(reducer)
     if kind == "none":
@@ -54,13 +51,13 @@ def save(
     world = reducer.transport.world_size
     if kind == "mean":
         owed = _to_cpu(_mean(reducer.call(lambda: tap.owed(world)), reducer))
-        return state | {"owed": owed, "layout": _layout(owed)}
+        return state | {"owed": owed, "layout": layout_of(owed)}
     own = tap.own_state()
     mine = {
         "own": own,
-        "layout": _layout(own),
+        "layout": layout_of(own),
         "optimizers": list(optimizers),
-        "shapes": _shapes(optimizers),
+        "shapes": shapes(optimizers),
         "generators": _generators(device),
     }
     ranks: list[Any] | None = [None] * world if reducer.transport.rank == 0 else None
@@ -94,9 +91,9 @@ def load(
         return
     problem: Exception | None = None
     try:
-        _check(state, tap, module)
+        check(state, tap, module)
         _take(state, tap, reducer, device, take)
-    except _RefusedError as error:
+    except RefusedError as error:
         # the same on every rank
         raise ValueError(str(error)) from None
     except Exception as error:  # of any kind, as anything may stand in a damaged file
@@ -107,10 +104,6 @@ def load(
         raise ValueError(
             f"sparse_ddp: expected a whole state in the checkpoint, got a damaged one on at least one rank: {what}"
         ) from problem
-
-
-class _RefusedError(Exception):
-    """Every rank finds the same fault in the file."""
 
 
 def _take(
@@ -125,23 +118,26 @@ def _take(
         if state["exchange"] != tap.name:
             # counters and measured factors mean nothing to the other exchange
             return
+    world = reducer.transport.world_size
+    mine = None
+    if state["kind"] == "exact" and len(state["ranks"]) == world:
+        mine = state["ranks"][reducer.transport.rank]
+        # before the shared state, which belongs to these optimizers and may change them
+        take(list(mine["optimizers"]))
     tap.load_shared_state(state["shared"])
     # with other parts every density is another cut
     is_same = state["cut_by"] == _cut_by(reducer)
     reducer.cut = {str(name): float(density) if is_same else 0.0 for name, density in state["cut"].items()}
     if state["kind"] == "none":
         return
-    world = reducer.transport.world_size
     if state["kind"] == "mean":
         tap.load_owed(state["owed"])
         return
-    ranks = state["ranks"]
-    if len(ranks) == world:
-        mine = ranks[reducer.transport.rank]
+    if mine is not None:
         tap.load_own_state(mine["own"])
         _set_generators(mine["generators"], device)
-        take(list(mine["optimizers"]))
         return
+    ranks = state["ranks"]
     log.warning(
         f"sparse_ddp: the checkpoint is of {len(ranks)} ranks, there are {world}: each of them begins with the mean of"
         " what those owed"
@@ -159,11 +155,7 @@ def _take(
 
 def _to_cpu(state: Any) -> Any:
     """Copies of all tensors: training goes on while the file is written."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, Mapping):
-        return {key: _to_cpu(x) for key, x in state.items()}
-    return type(state)(_to_cpu(x) for x in state) if isinstance(state, (list, tuple)) else state
+    return mapped(state, lambda x: x.detach().to("cpu", copy=True))
 
 
 def _mean(owed: Owed, reducer: Reducer) -> Owed:
@@ -185,97 +177,6 @@ def _mean(owed: Owed, reducer: Reducer) -> Owed:
 def _cut_by(reducer: Reducer) -> str:
     """What decides, with the density, which entries a rank averages."""
     return f"{reducer.compressor}, {reducer.communicator}"
-
-
-def _shapes(state: Any) -> Any:
-    """What there is, without its values."""
-    if isinstance(state, Tensor):
-        return [str(state.dtype), *state.shape]
-    if isinstance(state, Mapping):
-        return {str(key): _shapes(x) for key, x in state.items()}
-    return [_shapes(x) for x in state] if isinstance(state, (list, tuple)) else type(state).__name__
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (Mapping, list, tuple)):
-        for x in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors(x)
-
-
-def _check(state: Any, tap: Tap, module: nn.Module) -> None:
-    """Refuse what is not ours, not whole, or of another model."""
-    if not isinstance(state, Mapping) or state.get("version") != _VERSION or state.get("kind") not in KINDS:
-        raise _RefusedError(
-            f"sparse_ddp: expected a checkpoint's state of version {_VERSION}, got {_describe(state)}:"
-            " it was written by another version, or is damaged"
-        )
-    parts = {"exact": ("ranks",), "mean": ("owed", "layout"), "none": ()}[state["kind"]]
-    _check_keys(state, ("exchange", "shared", "cut", "cut_by", *parts))
-    if state["exchange"] != tap.name and state["kind"] != "none":
-        raise _RefusedError(
-            f"sparse_ddp: expected a checkpoint of the {tap.name} exchange, got one of {state['exchange']}: pass"
-            f" exchange={state['exchange'].capitalize()}(), or delete checkpoint[{KEY!r}] to begin with nothing owed"
-        )
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
-    for group in state["shared"].get("groups", ()) if state["exchange"] == tap.name else ():
-        _check_keys(group, ("anchor", "outer"))
-        _check_names({kind: group[kind] for kind in ("anchor", "outer")}, {}, sizes)
-    if state["kind"] == "mean":
-        _check_names(state["owed"], state["layout"], sizes)
-    for rank in state["ranks"] if state["kind"] == "exact" else ():
-        _check_keys(rank, ("own", "layout", "optimizers", "shapes", "generators"))
-        _check_names(rank["own"], rank["layout"], sizes)
-        if _shapes(rank["optimizers"]) != rank["shapes"]:
-            raise _RefusedError(
-                "sparse_ddp: expected every rank's optimizer states in the checkpoint, got others: damaged"
-            )
-        if any(bool(x.isnan().any()) for x in _tensors(rank["optimizers"]) if x.is_floating_point()):
-            raise _RefusedError(
-                "sparse_ddp: expected optimizer states without NaN in the checkpoint, got some: damaged"
-            )
-
-
-def _check_keys(state: Any, keys: Sequence[str]) -> None:
-    for key in keys:
-        if not isinstance(state, Mapping) or key not in state:
-            raise _RefusedError(
-                f"sparse_ddp: expected {key!r} in the checkpoint's state, got {_describe(state)}: damaged"
-            )
-
-
-def _layout(owed: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
-    """Which names there are of each kind, so that what is lost is missed."""
-    return {kind: sorted(parts) for kind, parts in owed.items()}
-
-
-def _check_names(kinds: Any, layout: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
-    _check_keys(kinds, list(layout))
-    for kind, names in layout.items():
-        for name in names:
-            if name not in kinds[kind]:
-                raise _RefusedError(
-                    f"sparse_ddp: expected {kind} of parameter {name!r} in the checkpoint's state, got none: damaged"
-                )
-    for kind, parts in kinds.items():
-        for name, x in parts.items():
-            is_like = isinstance(x, Tensor) and x.is_floating_point() and x.numel() == sizes.get(name)
-            if not is_like:
-                got = f"{x.numel()} elements of {x.dtype}" if isinstance(x, Tensor) else _describe(x)
-                raise _RefusedError(
-                    f"sparse_ddp: expected {sizes.get(name, 'no')} elements of {kind} for parameter {name!r},"
-                    f" got {got}: the checkpoint belongs to another model"
-                )
-            if not are_finite([x]):
-                raise _RefusedError(
-                    f"sparse_ddp: expected finite {kind} of parameter {name!r} in the checkpoint's state, got NaN or"
-                    " inf: damaged"
-                )
-
-
-def _describe(state: Any) -> str:
-    return f"{type(state).__name__} {list(state) if isinstance(state, Mapping) else state!r}"
 
 
 def _generators(device: torch.device) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from lightning_sparse.arguments import (
     check_ranks_agree,
     check_unused,
 )
-from lightning_sparse.checkpoint import KEY, check_kind, load, save
+from lightning_sparse.checkpoint import check_kind, load, save
+from lightning_sparse.checkpoint_checks import KEY
 from lightning_sparse.communicators.process_group import destroy_at_exit
 from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
@@ -219,8 +220,6 @@ class SparseDDP(_Base):
             tap, reducer = connection.tap, connection.reducer
             try:
                 load(checkpoint.get(KEY), tap, reducer, self._module, self.root_device, take)
-                if isinstance(tap, UpdatesTap):
-                    tap.wake()
             finally:
                 if alone:
                     # what several ranks owed is in the weights now

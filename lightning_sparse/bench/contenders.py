@@ -32,6 +32,8 @@ DENSE = "ddp"
 BOUND = "alone"
 GUARDED = "guarded"
 AUTO = "updates-auto"
+# measure for some time before they are what they will be
+_SETTLING = (GUARDED, AUTO)
 
 CONTENDERS: dict[str, Callable[[], Any]] = {
     DENSE: _dense(),
@@ -49,9 +51,9 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     # every rank by itself: what no exchange can beat
     BOUND: lambda: "auto",
 }
-USUAL = [name for name in CONTENDERS if name not in (GUARDED, AUTO)]
+USUAL = [name for name in CONTENDERS if name not in _SETTLING]
 
 
 def warmup_of(name: str) -> int:
     """Steps of a training that are left out of its times: a multiple of 4, as local steps exchange every 4 steps."""
-    return 80 if name in (GUARDED, AUTO) else 4
+    return 80 if name in _SETTLING else 4

@@ -32,6 +32,8 @@ class LentRates:
             False if this optimizer's step must be stretched in another way.
         """
         self.applied = {}
+        if not factors:
+            return True
         if type(optimizer) not in _PROPORTIONAL or any(p.device.type != "cpu" for p in parameters.values()):
             return False
         by_id = {id(parameters[name]): factor for name, factor in factors.items()}

@@ -78,7 +78,6 @@ class UpdatesTap:
         self._outside = Outside(self._unowned.values())
         self._shown = Shown(self._groups, self._merge, self._share_rest)
         self._resting: Resting | None = None
-        self._loaded_at_rest = False
         self._given_up = ""
 
     @property
@@ -176,12 +175,6 @@ class UpdatesTap:
             group.restart()
         self._shown.restart()
 
-    def wake(self) -> None:
-        """After optimizer states were loaded: those saved while DDP was in charge are this exchange's again."""
-        if self._loaded_at_rest:
-            rescale(self._groups.values(), self._optimizers, 2)
-        self._loaded_at_rest = False
-
     def enter_shared(self) -> None:
         self._check_given_up()
         self._shown.enter(together=True)
@@ -242,7 +235,9 @@ class UpdatesTap:
             # a callback may have brought parameters back before
             self._adopt(group, optimizer)
             group.load_shared_state(part)
-        self._loaded_at_rest = bool(state["at_rest"])
+        if state["at_rest"]:
+            # moments that were saved while DDP was in charge are this exchange's again
+            rescale(self._groups.values(), self._optimizers, 2)
 
     def own_state(self) -> dict[str, dict[str, Tensor]]:
         return saved.own_state(self._groups.values())

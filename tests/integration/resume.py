@@ -317,7 +317,7 @@ def _to_integers(state: Any) -> Any:
     return state
 
 
-def _first(state: Any, key: str, value: Any) -> Any:
+def _of_second(state: Any, key: str, value: Any) -> Any:
     if "ranks" in state:
         state["ranks"][1][key] = value
     return state
@@ -348,12 +348,12 @@ FAULTS: dict[str, Any] = {
     "without counters": lambda state: {**state, "shared": {}},
     "foreign": lambda state: "something",
     "of integers": _to_integers,
-    "without a layout": lambda state: {**_first(state, "layout", None), "layout": None},
+    "without a layout": lambda state: {**_of_second(state, "layout", None), "layout": None},
     "without exchange": lambda state: {key: x for key, x in state.items() if key != "exchange"},
 }
 OF_RANKS: dict[str, Any] = {
-    "without optimizers": lambda state: _first(state, "optimizers", []),
-    "without moments": lambda state: _first(state, "optimizers", [{**_optimizer(state), "state": {}}]),
+    "without optimizers": lambda state: _of_second(state, "optimizers", []),
+    "without moments": lambda state: _of_second(state, "optimizers", [{**_optimizer(state), "state": {}}]),
     "with NaN in moments": _spoil_moments,
     "with a weight of another shape": _shorten_moments,
 }
