@@ -418,6 +418,22 @@ def test_lent_rates_make_the_step_that_a_stretch_makes(make: Any) -> None:
     torch.testing.assert_close(lent, stretched, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW], ids=lambda make: make.__name__)
+def test_lent_rates_leave_parameters_without_gradient_alone(make: Any, options: dict[str, bool]) -> None:
+    used, unused = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, rates = make([used, unused], lr=0.1, weight_decay=0.0, **options), LentRates()
+    for gradient in (torch.ones(3), None):
+        before = used.detach().clone()
+        used.grad = gradient
+        assert rates.arm(optimizer, {"used": used, "unused": unused}, {"used": 2.0, "unused": 1.5})
+        optimizer.step()
+        rates.disarm(optimizer)
+        expected = torch.full((3,), 0.2 if gradient is not None else 0.0)
+        torch.testing.assert_close(before - used.detach(), expected, rtol=1e-4, atol=0)
+        assert unused.tolist() == [1, 1, 1]
+
+
 def test_lent_rates_are_given_back_when_the_step_raises_and_not_lent_to_what_may_not_be_proportional() -> None:
     class Mine(AdamW):
         pass

@@ -284,6 +284,22 @@ def test_one_rank_skips_what_is_not_finite_or_raises(exchange: Any) -> None:
         pl.Trainer(strategy=ls.SparseDDPStrategy(exchange=exchange, on_nonfinite="raise"), **quiet()).fit(module)
 
 
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("exchange", [ls.Updates(), ls.Gradients()], ids=lambda x: x.name)
+def test_a_skipped_step_is_clipped_without_error(exchange: Any, algorithm: str) -> None:
+    class Bad(Frozen):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch).sum() * torch.nan
+
+    module = Bad()
+    module.net.requires_grad_(True)
+    before = module.net.weight.detach().clone()
+    strategy = ls.SparseDDPStrategy(exchange=exchange)
+    pl.Trainer(strategy=strategy, gradient_clip_val=0.5, gradient_clip_algorithm=algorithm, **quiet()).fit(module)
+    assert torch.equal(module.net.weight, before)
+
+
 def test_what_is_saved_stays_as_it_was() -> None:
     """Training goes on while a file is written."""
     anchor = torch.ones(3)

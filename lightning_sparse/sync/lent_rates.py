@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_sparse.sync.closures import behind_closure
 
 # their steps are proportional to a rate that their state knows nothing of; a subclass may change that
 _PROPORTIONAL = (SGD, Adam, AdamW)
@@ -49,7 +51,7 @@ class LentRates:
             ]
 
         self._handles = [
-            optimizer.register_step_pre_hook(lambda _, args, kwargs: _behind_closure(args, kwargs, lend)),
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: behind_closure(args, kwargs, lend)),
             optimizer.register_step_post_hook(lambda *_: self._take_back(optimizer)),
         ]
         return True
@@ -64,18 +66,3 @@ class LentRates:
     def _take_back(self, optimizer: Optimizer) -> None:
         if self._groups is not None:
             optimizer.param_groups, self._groups = self._groups, None
-
-
-def _behind_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> Any:
-    """Arguments of ``step`` that do the same, and ``then`` when the closure has run: hooks in it see no difference."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        then()
-        return None
-
-    def run() -> Any:
-        result = closure()
-        then()
-        return result
-
-    return args[:1], {**kwargs, "closure": run}

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_sparse.protocols import Stepped
+from lightning_sparse.sync.closures import behind_closure
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Steps:
         """That the tap has kept the training loop waiting beside steps."""
         self._tap = tap
         self._on_nonfinite = on_nonfinite
-        self._inside = False
+        self._inside = self._is_refused = False
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before))
@@ -42,7 +43,7 @@ class Steps:
     def announced(self, optimizer: Optimizer) -> Iterator[None]:
         """Around a step that Lightning makes."""
         self._timed(partial(self._tap.before_step, announced=True), optimizer)
-        self._inside = True
+        self._inside, self._is_refused = True, False
         try:
             yield
         finally:
@@ -65,10 +66,15 @@ class Steps:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._inside:
-            self._timed(self._tap.before_step, optimizer)
-            self._look(optimizer)
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside:
+            # clipping by value comes in between, and fails without gradients
+            return behind_closure(args, kwargs, lambda: self._drop_refused(optimizer))
+        self._is_refused = False
+        self._timed(self._tap.before_step, optimizer)
+        self._look(optimizer)
+        self._drop_refused(optimizer)
+        return None
 
     def _look(self, optimizer: Optimizer) -> None:
         if self._on_nonfinite is None or not self._tap.refuses(optimizer):
@@ -86,7 +92,12 @@ class Steps:
                 log.warning(
                     f"sparse_ddp: NaN or inf in gradients for {where}: this step is skipped ({self.skipped} so far)"
                 )
-        # optimizers pass over parameters without gradient: no weight, no momentum, no decay moves
+        self._is_refused = True
+
+    def _drop_refused(self, optimizer: Optimizer) -> None:
+        """Optimizers pass over parameters without gradient: no weight, no momentum, no decay moves."""
+        if not self._is_refused:
+            return
         for entry in optimizer.param_groups:
             for parameter in entry["params"]:
                 parameter.grad = None

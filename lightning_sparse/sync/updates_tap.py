@@ -274,7 +274,9 @@ class UpdatesTap:
 
     def _check_given_up(self) -> None:
         """Raise FloatingPointError if a rank has given up since the last exchange. Every rank calls it."""
-        if self._reducer.on_any_rank(bool(self._given_up)):
+        # an exchange tells all of them
+        waits = any(group.steps % self._config.every for group in self._groups.values())
+        if waits and self._reducer.on_any_rank(bool(self._given_up)):
             raise FloatingPointError(
                 self._given_up
                 or "sparse_ddp: expected finite gradients on every rank, got NaN or inf on another one, whose own"
