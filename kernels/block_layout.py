@@ -62,6 +62,13 @@ class BlockLayout:
         """Stored blocks, n."""
         return self.rows.numel()
 
+    def same_as(self, other: BlockLayout) -> bool:
+        """Whether the same blocks lie in the same slots, of equal sizes."""
+        if self is other:
+            return True
+        sizes, others = ((x.out_features, x.in_features, x.block) for x in (self, other))
+        return sizes == others and torch.equal(self.rows, other.rows) and torch.equal(self.cols, other.cols)
+
     @property
     def grid(self) -> tuple[int, int]:
         """Block rows and block columns, live or not."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lightning_sparse.nn.first_order import first_order
 from lightning_sparse.nn.work import Work
 from lightning_sparse.protocols import Transport
 
@@ -87,7 +87,7 @@ class _ActiveCrossEntropy(torch.autograd.Function):
         return _own(total - aim, transport)
 
     @staticmethod
-    @once_differentiable
+    @first_order("LSHLinear", "nn.Linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gathered, chosen, weight, logits, total = ctx.saved_tensors
         transport, active = ctx.transport, ctx.active

@@ -8,22 +8,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_sparse.kernels.block_layout import BlockLayout
 from lightning_sparse.kernels.block_matmul import block_matmul
 from lightning_sparse.kernels.block_outer import block_outer
 from lightning_sparse.nn.crossover import Case, Crossover, Run, crossover
+from lightning_sparse.nn.first_order import first_order
 from lightning_sparse.nn.work import Work
 
 Watch = Callable[[Tensor], None]
+Now = Callable[[], BlockLayout]
 
 
 class BlockProduct(torch.autograd.Function):
     """x @ W.T + bias with W in blocks; all gradients are taken at stored blocks only.
 
     With `watch` the gradient of all other blocks is computed as well and handed to it, [dead, block, block] in
-    row-major order.
+    row-major order. `now` gives the layout that gradients are added up in: backward refuses another than `layout`.
     """
 
     @staticmethod
@@ -33,11 +34,12 @@ class BlockProduct(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         layout: BlockLayout,
+        now: Now,
         sparse: bool,
         work: Work,
         watch: tuple[BlockLayout, Watch] | None,
     ) -> Tensor:
-        ctx.layout, ctx.sparse, ctx.work, ctx.watch = layout, sparse, work, watch
+        ctx.layout, ctx.now, ctx.sparse, ctx.work, ctx.watch = layout, now, sparse, work, watch
         ctx.weights = layout.weights if sparse else layout.out_features * layout.in_features
         work.forward.add(x.shape[0], ctx.weights, layout.out_features * layout.in_features)
         if sparse:
@@ -48,10 +50,15 @@ class BlockProduct(torch.autograd.Function):
         return F.linear(x, matrix.t(), bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order("BlockSparseLinear", "nn.Linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
         layout: BlockLayout = ctx.layout
+        if not layout.same_as(ctx.now()):
+            raise RuntimeError(
+                "BlockSparseLinear: expected in backward the blocks of its forward pass, got others: change them after"
+                " backward, or run forward again"
+            )
+        x, weight = ctx.saved_tensors
         dense_weights = layout.out_features * layout.in_features
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
@@ -71,7 +78,7 @@ class BlockProduct(torch.autograd.Function):
                 if ctx.watch:
                     ctx.watch[1](blocks_of_matrix(matrix, ctx.watch[0]))
         grad_bias = grad.sum(0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def matrix_of_blocks(blocks: Tensor, layout: BlockLayout) -> Tensor:
@@ -124,7 +131,7 @@ def block_crossover(like: Tensor, rows: int, layout: BlockLayout, packed: bool) 
         blocks = like.new_ones(spread.count, spread.block, spread.block).requires_grad_()
 
         def run() -> None:
-            y = BlockProduct.apply(x, blocks, None, spread, sparse, Work(), None)
+            y = BlockProduct.apply(x, blocks, None, spread, lambda: spread, sparse, Work(), None)
             torch.autograd.grad(y, (x, blocks), grad)
 
         return run

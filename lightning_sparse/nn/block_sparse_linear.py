@@ -151,7 +151,7 @@ class BlockSparseLinear(nn.Module):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         watch = (self._dead_layout(), self._record) if self.records_dead_gradient else None
         sparse = self.density <= self._crossover(x).density
-        return BlockProduct.apply(x, weight, bias, self._layout, sparse, self.work, watch)
+        return BlockProduct.apply(x, weight, bias, self._layout, lambda: self._layout, sparse, self.work, watch)
 
     @torch.no_grad()
     def set_block_mask_(self, mask: Tensor, optimizers: Optimizer | Iterable[Optimizer] = ()) -> tuple[int, int]:
@@ -244,19 +244,32 @@ class BlockSparseLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight, rows, cols = (state_dict.get(prefix + name) for name in ("weight", "block_rows", "block_cols"))
-        sizes = self.out_features, self.in_features, self.block
         if rows is not None and cols is not None:
-            layout = BlockLayout(rows.cpu().long(), cols.cpu().long(), *sizes)
-            if not layout.fits:
-                args[-1].append(
-                    f"{prefix}weight: expected blocks within {list(layout.grid)}, got others: another layer's"
-                )
+            if wrong := self._take_layout(weight, rows, cols):
+                args[-1].append(f"{prefix}weight: {wrong}")
                 return
-            if layout.count != self._layout.count:
-                self.weight.data = self.weight.new_zeros(layout.count, self.block, self.block)
-            self._set_layout(layout)
         elif weight is not None and weight.shape == (self.out_features, self.in_features):
             # of `nn.Linear`: what lies in live blocks is taken
             state_dict[prefix + "weight"] = blocks_of_matrix(weight.t(), self._layout)
             state_dict[prefix + "block_rows"], state_dict[prefix + "block_cols"] = self.block_rows, self.block_cols
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _take_layout(self, weight: Tensor | None, rows: Tensor, cols: Tensor) -> str:
+        """Makes room for blocks of a `state_dict`; where they do not fit, changes nothing and says why."""
+        if rows.shape != cols.shape or rows.dim() != 1:
+            return f"expected a row and a column of each block, got {list(rows.shape)} and {list(cols.shape)}"
+        sizes = self.out_features, self.in_features, self.block
+        layout = BlockLayout(rows.cpu().long(), cols.cpu().long(), *sizes)
+        if not layout.fits:
+            return f"expected blocks within {list(layout.grid)}, got others: another layer's"
+        moved, shape = not layout.same_as(self._layout), (layout.count, self.block, self.block)
+        if weight is None:
+            return "expected the blocks whose places are given, got none" if moved else ""
+        if weight.shape != shape:
+            return f"expected {list(shape)}, got {list(weight.shape)}: another layer's"
+        if layout.count != self._layout.count:
+            self.weight.grad = None
+            self.weight.data = self.weight.new_zeros(shape)
+        if moved:
+            self._set_layout(layout)
+        return ""

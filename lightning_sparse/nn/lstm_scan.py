@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lightning_sparse.nn.first_order import first_order
 from lightning_sparse.nn.gate_selection import GateSelection
 from lightning_sparse.nn.work import Work
 
@@ -78,7 +78,7 @@ class _Scan(torch.autograd.Function):
         return hidden[1:], hidden[-1].clone(), cells[-1].clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order("SparseLSTM", "nn.LSTM")
     def backward(ctx: Any, grad: Tensor, grad_h: Tensor, grad_c: Tensor) -> tuple[Tensor | None, ...]:
         x, w_ih, w_hh, gates, hidden, cells, squashed = ctx.saved_tensors
         t, b, h = squashed.shape
@@ -88,20 +88,24 @@ class _Scan(torch.autograd.Function):
         dbias = w_ih.new_zeros(4 * h) if needs_bias else None
         step = _Step(gates, cells, squashed)
         dh, dc = grad_h, grad_c.clone()
-        for end in range(t, 0, -ctx.selection.chunk):
-            begin = max(0, end - ctx.selection.chunk)
-            columns: Tensor | None = None
+        arrivals = _arrivals(grad)
+        end = t
+        while end:
+            begin = max(0, end - ctx.selection.chunk, *(arrival for arrival in arrivals if arrival < end))
             delta = x.new_empty(end - begin, b, 4 * h)
+            step.backward(end - 1, grad[end - 1] + dh, dc, delta[-1])
+            columns, lasts = ctx.selection.columns(delta[-1])
+            if not lasts:
+                begin, delta = end - 1, delta[-1:]
             recurrent, kept = w_hh, delta
+            if columns is not None:
+                recurrent = w_hh.index_select(0, columns)
+                kept = x.new_empty(end - begin, b, columns.numel())
             for at in range(end - 1, begin - 1, -1):
                 # columns are copied out, so that one slot serves all steps
                 full = delta[-1 if columns is not None else at - begin]
-                step.backward(at, grad[at] + dh, dc, full)
-                if at == end - 1:
-                    columns = ctx.selection.columns(full)
-                    if columns is not None:
-                        recurrent = w_hh.index_select(0, columns)
-                        kept = x.new_empty(end - begin, b, columns.numel())
+                if at < end - 1:
+                    step.backward(at, grad[at] + dh, dc, full)
                 if columns is None:
                     ctx.selection.mask_(full)
                 else:
@@ -122,6 +126,7 @@ class _Scan(torch.autograd.Function):
                 (ctx.work.weight_gradient, x.shape[2] * needs_ih + h * needs_hh),
             ):
                 count.add(flat.shape[0], flat.shape[1] * width, 4 * h * width)
+            end = begin
         return dx, dh, dc, dw_ih, dw_hh, dbias, None, None
 
 
@@ -148,6 +153,16 @@ class _Step:
         tanh_(d_g, g, grad_input=d_g)
         sigmoid_(d_o, o, grad_input=d_o)
         dc *= f
+
+
+def _arrivals(grad: Tensor) -> list[int]:
+    """One past the last step of each sample that has a gradient of its own: choices made behind it know nothing of it.
+
+    Args:
+        grad: [t, b, h].
+    """
+    past = torch.arange(1, len(grad) + 1, device=grad.device)[:, None]
+    return ((grad != 0).any(2) * past).amax(0).unique().tolist()
 
 
 def _add_rows_(total: Tensor, columns: Tensor | None, delta: Tensor, factor: Tensor | None) -> None:

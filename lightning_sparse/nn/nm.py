@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_sparse.kernels.nm_prune import check_nm, nm_prune
 from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.crossover import NEVER, Case, Crossover, Run, crossover, rounded_up
 from lightning_sparse.nn.eager import eager
+from lightning_sparse.nn.first_order import first_order
 from lightning_sparse.nn.precision import as_rows
 from lightning_sparse.nn.semi_structured import misfit, semi_structured_linear
 from lightning_sparse.nn.work import Work
@@ -159,7 +159,7 @@ class _Product(torch.autograd.Function):
         return semi_structured_linear(x, pruned, bias) if sparse else F.linear(x, pruned, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order("NM", "nn.Linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, pruned, mask, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_sparse.nn import skip_forms
 from lightning_sparse.nn.crossover import Case, Switch, crossover, rounded_up
 from lightning_sparse.nn.eager import eager
+from lightning_sparse.nn.first_order import first_order
 from lightning_sparse.nn.live import Live, both, find_live
 from lightning_sparse.nn.products import Products, macs
 from lightning_sparse.nn.work import Pass, Work
@@ -121,7 +121,7 @@ class _Skipping(torch.autograd.Function):
         return skipping.forward(x, weight, bias, live)
 
     @staticmethod
-    @once_differentiable
+    @first_order("SkipLinear and SkipConv2d", "nn.Linear or nn.Conv2d")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return *ctx.skipping.backward(grad, x, weight, ctx.live, ctx.needs_input_grad[:3]), None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adagrad, Optimizer, Rprop
 
 from lightning_sparse.kernels.block_layout import BlockLayout
 
@@ -26,14 +26,18 @@ class Moves:
     kept: Tensor
     fresh: Tensor
 
-    def apply(self, x: Tensor) -> Tensor:
-        """The new content of [old slots, ...]: in place if the number of slots stays, else a new tensor."""
+    def apply(self, x: Tensor, beginning: float = 0.0) -> Tensor:
+        """The new content of [old slots, ...]: in place if the number of slots stays, else a new tensor.
+
+        Args:
+            beginning: what new blocks are filled with.
+        """
         fresh = self.fresh.to(x.device)
         if self.layout.count != x.shape[0]:
             moved = x.new_zeros(self.layout.count, *x.shape[1:])
             moved[: self.kept.numel()] = x[self.kept.to(x.device)]
             x = moved
-        return x.index_fill_(0, fresh, 0)
+        return x.index_fill_(0, fresh, beginning)
 
 
 def plan_moves(layout: BlockLayout, mask: Tensor) -> Moves:
@@ -62,19 +66,39 @@ def plan_moves(layout: BlockLayout, mask: Tensor) -> Moves:
 def move_parameter_(parameter: nn.Parameter, moves: Moves, optimizers: Iterable[Optimizer]) -> None:
     """Moves a parameter [slots, block, block], its gradient and its optimizer state; it stays the same object.
 
-    State of the form [slots, *, *] is moved, and zero for new blocks; counters of steps stay.
+    State of the form [slots, *, *] is moved, and begins for new blocks as the optimizer would begin it; counters of
+    steps stay.
+
+    Raises:
+        TypeError: an optimizer keeps state that is not of single parameters; nothing has moved.
     """
     slots = parameter.shape[0]
-    resized = slots != moves.layout.count
+    optimizers = tuple(optimizers)
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                "BlockSparseLinear: expected optimizers with state of each parameter, got LBFGS, which keeps that of"
+                " all in one vector: take another one, or leave the mask as it is"
+            )
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {})
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim() == parameter.dim() and value.shape[0] == slots:
-                state[name] = moves.apply(value)
-    if resized:
+                state[name] = moves.apply(value, _beginning(optimizer, name, parameter))
+    grad = parameter.grad
+    if slots == moves.layout.count:
+        moves.apply(parameter)
+    else:
         parameter.grad = None
         parameter.data = moves.apply(parameter.data)
-    else:
-        moves.apply(parameter)
-        if parameter.grad is not None:
-            moves.apply(parameter.grad)
+    if grad is not None:
+        parameter.grad = moves.apply(grad)
+
+
+def _beginning(optimizer: Optimizer, name: str, parameter: nn.Parameter) -> float:
+    """What a state's entries begin with: zero would keep Rprop from moving, and Adagrad's first steps too long."""
+    for kind, kept, option in ((Rprop, "step_size", "lr"), (Adagrad, "sum", "initial_accumulator_value")):
+        if isinstance(optimizer, kind) and name == kept:
+            groups = optimizer.param_groups
+            return next(float(group[option]) for group in groups if any(p is parameter for p in group["params"]))
+    return 0.0

@@ -300,6 +300,60 @@ def test_moved_gradients_are_zero():
     assert layer.weight.grad[1].abs().sum() == 0
     assert layer.weight.grad[0].eq(2).all()
     assert layer.dead_gradient is None
+    # with more blocks, and with fewer, those that stay keep theirs
+    layer.set_block_mask_(torch.ones(2, 2, dtype=torch.bool))
+    assert layer.weight.grad.mean((1, 2)).tolist() == [2, 0, 0, 0]
+    layer.set_block_mask_(torch.tensor([[True, False], [False, False]]))
+    assert layer.weight.grad.mean((1, 2)).tolist() == [2]
+
+
+@pytest.mark.parametrize("crossover", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("mask", [[[True, False], [True, False]], [[True, True], [True, True]]])
+def test_other_blocks_between_forward_and_backward_are_refused(mask, crossover):
+    layer = BlockSparseLinear(32, 32, block=16, mask=torch.eye(2, dtype=torch.bool), crossover=crossover)
+    y = layer(torch.ones(1, 32))
+    layer.set_block_mask_(torch.tensor(mask))
+    with pytest.raises(RuntimeError, match="expected in backward the blocks of its forward pass, got others"):
+        y.sum().backward()
+    assert layer.weight.grad is None
+
+
+def test_the_same_blocks_between_forward_and_backward_are_no_others():
+    layer = BlockSparseLinear(32, 32, block=16, mask=torch.eye(2, dtype=torch.bool), crossover=0)
+    y = layer(torch.ones(1, 32))
+    layer.load_state_dict(layer.state_dict())
+    layer.set_block_mask_(layer.block_mask)
+    y.sum().backward()
+    assert layer.weight.grad.ne(0).all()
+
+
+OPTIMIZERS = {
+    "Rprop": (lambda p: torch.optim.Rprop(p, lr=0.25), "step_size", 0.25),
+    "Adagrad": (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.125), "sum", 0.125),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "want"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("more", [False, True])
+def test_state_of_new_blocks_begins_as_the_optimizer_begins_it(make, name, want, more):
+    layer = BlockSparseLinear(32, 32, block=16, mask=torch.eye(2, dtype=torch.bool))
+    optimizer = make(layer.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 32)).square().sum().backward()
+        optimizer.step()
+    assert optimizer.state[layer.weight][name].ne(want).all()
+    layer.set_block_mask_(torch.tensor([[True, True], [False, more]]), optimizer)
+    fresh = layer.block_mask.nonzero().tolist().index([0, 1]) if not more else 2
+    assert optimizer.state[layer.weight][name][fresh].eq(want).all()
+    assert optimizer.state[layer.weight][name][0].ne(want).all()
+
+
+def test_an_optimizer_with_one_state_for_all_is_refused():
+    layer = BlockSparseLinear(32, 32, block=16, mask=torch.eye(2, dtype=torch.bool))
+    with pytest.raises(TypeError, match="expected optimizers with state of each parameter, got LBFGS"):
+        layer.set_block_mask_(torch.ones(2, 2, dtype=torch.bool), torch.optim.LBFGS(layer.parameters()))
+    assert torch.equal(layer.block_mask, torch.eye(2, dtype=torch.bool))
 
 
 def test_a_hook_after_accumulation_survives_another_number_of_blocks():
@@ -335,6 +389,40 @@ def test_state_dict_of_another_layer():
     with pytest.raises(RuntimeError, match=r"weight: expected blocks within \[4, 4\], got others"):
         layer.load_state_dict(twice)
     assert torch.equal(layer.block_mask, before)
+
+
+DAMAGES = {
+    "no blocks": (lambda state: state.pop("weight"), "expected the blocks whose places are given, got none"),
+    "fewer blocks": (
+        lambda state: state.update(weight=state["weight"][:3]),
+        r"expected \[4, 16, 16\], got \[3, 16, 16\]: another layer's",
+    ),
+    "fewer rows": (
+        lambda state: state.update(block_rows=state["block_rows"][:3]),
+        r"expected a row and a column of each block, got \[3\] and \[4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_state_dict_that_is_refused_changes_nothing(damage, message, strict):
+    layer = BlockSparseLinear(32, 32, False, block=16, mask=torch.eye(2, dtype=torch.bool))
+    state = BlockSparseLinear(32, 32, False, block=16).state_dict()
+    damage(state)
+    before = layer.dense_weight().clone()
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(state, strict=strict)
+    assert torch.equal(layer.dense_weight(), before)
+
+
+def test_a_gradient_of_other_blocks_does_not_survive_loading():
+    layer = BlockSparseLinear(32, 32, block=16, mask=torch.eye(2, dtype=torch.bool))
+    layer(torch.ones(1, 32)).sum().backward()
+    layer.load_state_dict(BlockSparseLinear(32, 32, block=16).state_dict())
+    assert layer.weight.grad is None
+    layer(torch.ones(1, 32)).sum().backward()
+    assert layer.weight.grad.shape == (4, 16, 16)
 
 
 def test_state_dict_of_nn_linear():

@@ -49,26 +49,26 @@ def best(scores: list[float], density: float, threshold: float | None) -> list[i
     return order[: math.ceil(density * len(scores))]
 
 
-def expected_mask(density: float, threshold: float | None, granularity: str, chunk: int, steps: int) -> Mask:
-    kept: dict[int, Tensor] = {}
+def expected_mask(density: float, threshold: float | None, granularity: str, chunk: int) -> Mask:
+    """For gradients that all steps have of their own: called from the last step to the first."""
+    made, live = math.inf, torch.zeros(4 * H)
 
     def mask(t: int, delta: Tensor) -> Tensor:
+        nonlocal made, live
         if granularity == "element":
             live = torch.zeros(delta.numel())
             live[best(delta.abs().flatten().tolist(), density, threshold)] = 1
             return delta * live.view_as(delta)
-        # choices are made at the last step of a chunk, counted from the end
-        choice = (steps - 1 - t) // chunk
-        if choice not in kept:
+        # a choice is made anew behind a whole chunk, or where nothing was kept
+        if made - t >= chunk or not live.any():
+            made, live = t, torch.zeros(4 * H)
             scores = delta.abs().sum(0)
-            live = torch.zeros(4 * H)
             if granularity == "column":
                 live[best(scores.tolist(), density, threshold)] = 1
             else:
                 for unit in best([float(scores[j::H].sum()) for j in range(H)], density, threshold):
                     live[unit::H] = 1
-            kept[choice] = live
-        return delta * kept[choice]
+        return delta * live
 
     return mask
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_the_masked_cell(
     x = normal(T, B, W).requires_grad_()
     with pinned(1):
         out, _ = lstm(x)
-    reference = hooked(lstm, x, expected_mask(density or 0, threshold, granularity, chunk, T))
+    reference = hooked(lstm, x, expected_mask(density or 0, threshold, granularity, chunk))
     torch.testing.assert_close(out, reference)
     for got, want in zip(gradients(lstm, out, x), gradients(lstm, reference, x), strict=True):
         torch.testing.assert_close(got, want)
@@ -135,6 +135,42 @@ def test_gradcheck_of_the_scan() -> None:
     inputs = [x.detach().requires_grad_() for x in inputs]
     for selection in (GateSelection(1.0, None, "column", 2), GateSelection(0.5, 0.0, "unit", 2)):
         assert torch.autograd.gradcheck(lambda *x, s=selection: lstm_scan(*x, s, Work()), inputs)
+
+
+LENGTHS = torch.tensor([3, T, 5])
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of one step": lambda out, c: out[2].square().sum(),
+    "of the last cell state": lambda out, c: c.square().sum(),
+    "at the ends of samples": lambda out, c: out[LENGTHS - 1, torch.arange(B)].square().sum(),
+    "with a gap": lambda out, c: (out[-1] * 1e-6 + out[1]).square().sum(),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("granularity", ["column", "unit"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_of_some_steps_keeps_its_gradient(
+    loss: Callable[[Tensor, Tensor], Tensor], granularity: str, chunk: int
+) -> None:
+    x = normal(T, B, W)
+    dense = nn.LSTM(W, H, dtype=torch.float64)
+    dense.load_state_dict(make().state_dict())
+    # dropping nothing, dropping noise, and dropping half
+    for options, least in (({"threshold": 5e-324}, 1 - 1e-12), ({"threshold": 1e-3}, 0.999), ({"density": 0.5}, 0.5)):
+        lstm = make(granularity=granularity, chunk=chunk, **options)
+        flat = []
+        for layer in (lstm, dense):
+            with pinned(1):
+                out, (_, c) = layer(x)
+            flat.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss(out, c), layer.parameters())]))
+        assert nn.functional.cosine_similarity(*flat, dim=0) > least
+
+
+def test_gradients_that_are_not_finite_are_never_dropped() -> None:
+    for granularity in ("column", "unit", "element"):
+        lstm = make(threshold=0.1, granularity=granularity)
+        (lstm(normal(T, B, W))[0].sum() * math.nan).backward()
+        assert lstm.weight_ih_l0.grad.isnan().any()
 
 
 @pytest.mark.parametrize(("granularity", "kept"), [("column", 7), ("unit", 8)])
