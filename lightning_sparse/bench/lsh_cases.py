@@ -65,4 +65,4 @@ def _steps(classes: int, adam: bool, device: torch.device) -> Contest:
         # an estimate from thousands of classes of nearly equal logits
         return math.isclose(mean, exact, rel_tol=0.01) and layer.weight.grad is not None
 
-    return Contest(sparse, whole, check, lambda: layer._crossover(BATCH).density)
+    return Contest(sparse, whole, check, lambda: layer._crossover(BATCH, layer.step).density)

@@ -50,7 +50,7 @@ def _steps(batch: int, steps: int, inner: int, hidden: int, density: float, devi
         return halved and torch.allclose(outputs[0], dense(x)[0], atol=1e-5)
 
     return Contest(
-        partial(run, layer), partial(run, dense), check, lambda: layer._crossover(x, layer._selection()).density
+        partial(run, layer), partial(run, dense), check, lambda: layer._crossover(x, layer._selection(0)).density
     )
 
 

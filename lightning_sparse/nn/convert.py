@@ -68,15 +68,16 @@ def convert(
     """Swaps the layers of a model in place; optimizers made before hold the old parameters, so make them after.
 
     Layers are matched by their exact type, since a subclass may be used in another way than its base. A layer is kept
-    if it has hooks or parametrizations, if it shares parameters with another one, or if the swap raises
-    `UnsuitableError`. One that stands at several places is swapped at all of them. Transformer layers whose linear
-    layers are swapped leave torch's fused inference path, which reads their weights itself.
+    if it has hooks or parametrizations, if it shares parameters with another one, if its parameters have hooks that the
+    new one would not have, or if the swap raises `UnsuitableError`. One that stands at several places is swapped at all
+    of them, whichever of them `only` names. Transformer layers whose linear layers are swapped leave torch's fused
+    inference path, which reads their weights itself.
 
     Args:
         model: any module; not itself swapped.
         swaps: from the type of a layer to a function that makes the new one from the old, such as
             ``partial(BlockSparseLinear.from_linear, density=0.1)``.
-        only: names of the layers to swap; the others are not reported.
+        only: says of names whether to swap the layer; the others are not reported.
 
     Raises:
         ValueError: no layer of these types was found.
@@ -92,11 +93,12 @@ def convert(
     places: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
     for parent, attribute, name in _children(model):
         layer = getattr(parent, attribute)
-        if type(layer) in swaps and (only is None or only(name)):
+        if type(layer) in swaps:
             places.setdefault(layer, []).append((parent, attribute, name))
+    if only is not None:
+        places = {layer: found for layer, found in places.items() if any(only(name) for _, _, name in found)}
     if not places:
-        kinds = ", ".join(kind.__name__ for kind in swaps)
-        raise ValueError(f"convert: expected a layer of type {kinds}, got none in {_kind(model)}: check `only`")
+        raise ValueError(_nothing_found(model, swaps, only))
     owners = _owners(model)
     changes: list[Change] = []
     for layer, found in places.items():
@@ -106,6 +108,8 @@ def convert(
                 after = swaps[type(layer)](layer)
             except UnsuitableError as error:
                 reason = str(error)
+            if _loses_hooks(layer, after):
+                after, reason = layer, "its parameters have hooks, which would be lost"
         if after is not layer:
             for parent, attribute, _ in found:
                 setattr(parent, attribute, after)
@@ -119,7 +123,7 @@ def convert(
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     """(parent, attribute, name) of every place in the model, a shared module's places all of them."""
-    for prefix, parent in model.named_modules():
+    for prefix, parent in model.named_modules(remove_duplicate=False):
         for attribute, child in parent._modules.items():
             if child is not None:
                 yield parent, attribute, f"{prefix}.{attribute}" if prefix else attribute
@@ -150,6 +154,22 @@ def _obstacle(layer: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> s
     if any(len(owners[parameter]) > 1 for parameter in layer.parameters()):
         return "it shares a parameter with another layer"
     return ""
+
+
+def _loses_hooks(layer: nn.Module, after: nn.Module) -> bool:
+    kept = set(after.parameters())
+    lost = (parameter for parameter in layer.parameters() if parameter not in kept)
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in lost)
+
+
+def _nothing_found(model: nn.Module, swaps: Mapping[type[nn.Module], Swap], only: Callable[[str], bool] | None) -> str:
+    kinds = ", ".join(kind.__name__ for kind in swaps)
+    if type(model) in swaps:
+        return f"convert: expected a model with a layer of type {kinds}, got the layer itself: call its swap on it"
+    done = ", ".join(sorted({_kind(layer) for layer in model.modules() if isinstance(layer, tuple(swaps))}))
+    hint = f"subclasses are not swapped, and there are {done}" if done else "check its layers"
+    hint = "check `only`" if only is not None else hint
+    return f"convert: expected a layer of type {kinds}, got none in {_kind(model)}: {hint}"
 
 
 def _leave_fused_paths(model: nn.Module, swapped: list[str]) -> None:

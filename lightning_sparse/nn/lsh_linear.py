@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
 from lightning_sparse.nn.adopt import adopt
@@ -49,12 +50,13 @@ class LSHLinear(OwnStep, nn.Linear):
         shared: whether every sample of a batch competes against what all of them found, at no further cost.
         rebuild: steps from one hashing of all rows to the next, or a schedule of it.
         redraw: hashings until the hash functions are drawn anew.
-        sparse: False makes dense gradients.
+        sparse: False makes dense gradients, which strategies with DDP, ``sparse_ddp`` among them, need.
         seed: of all draws.
         transport: such as `communicators.ProcessGroup`, made after the default process group; None for one rank.
 
     Attributes:
-        step: losses computed in training so far; `state_dict` carries it in its metadata.
+        step: losses computed in training so far, those without a graph left out; `state_dict` carries it in its
+            metadata, with the tables, so that a run goes on as it would have.
         work: multiply-adds of training; those of hashing count as done in the forward pass.
 
     Raises:
@@ -111,7 +113,7 @@ class LSHLinear(OwnStep, nn.Linear):
         self.work = Work()
         self._next, self._built, self._dense_until = -1, 0, -1
         self._switch = Switch()
-        self._interval()
+        self._interval(self.step)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LSHLinear:
@@ -144,7 +146,7 @@ class LSHLinear(OwnStep, nn.Linear):
 
     @eager
     def loss(self, x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-        """The cross-entropy, estimated in training and exact in evaluation.
+        """The cross-entropy, estimated in training and exact in evaluation and without a graph.
 
         Args:
             x: [..., in_features] float.
@@ -153,28 +155,44 @@ class LSHLinear(OwnStep, nn.Linear):
 
         Raises:
             ValueError: shapes, classes or the reduction do not fit; on every rank, if numbers of samples differ.
+            TypeError: targets are no integers.
+            RuntimeError: gradients would be sparse, which DDP cannot exchange for this layer.
         """
-        if reduction not in ("mean", "none"):
-            raise ValueError(f"LSHLinear: reduction must be 'mean' or 'none', got {reduction!r}")
-        if x.shape[:-1] != target.shape or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"LSHLinear: expected x [..., {self.in_features}] and targets [...], got {tuple(x.shape)} and"
-                f" {tuple(target.shape)}"
-            )
+        self._check(x, target, reduction)
         flat, wanted = x.reshape(-1, self.in_features).to(self.weight.dtype), target.reshape(-1)
         everyone, targets = self._gathered(flat, wanted)
         if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < self.out_features:
             raise ValueError(
                 f"LSHLinear: targets must be in [0, {self.out_features}), got {int(targets.min())} to"
-                f" {int(targets.max())}"
+                f" {int(targets.max())}: leave out samples without a class"
             )
-        active = self._active(everyone, targets) if self.training else self._all(targets)
+        step = self.take_step()
+        active = self._all(targets) if step is None else self._active(everyone, targets, step)
         with torch.autocast(x.device.type, enabled=False):
-            work = self.work if self.training else Work()
+            work = Work() if step is None else self.work
             losses = active_cross_entropy(
                 flat, everyone, self.weight, self.bias, active, self.transport, work, self.sparse
             )
         return losses.mean() if reduction == "mean" else losses.view(target.shape)
+
+    def _check(self, x: Tensor, target: Tensor, reduction: str) -> None:
+        if reduction not in ("mean", "none"):
+            raise ValueError(f"LSHLinear: reduction must be 'mean' or 'none', got {reduction!r}")
+        if x.dim() == 0 or x.shape[:-1] != target.shape or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"LSHLinear: expected x [..., {self.in_features}] and targets [...], got {tuple(x.shape)} and"
+                f" {tuple(target.shape)}"
+            )
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            raise TypeError(f"LSHLinear: expected targets of torch.int64, got {target.dtype}")
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or not (self.sparse and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+            return
+        if any(parameter is self.weight for parameter in ddp._module_parameters):
+            raise RuntimeError(
+                "LSHLinear: expected dense gradients under DDP, which exchanges no others for this layer, got"
+                " sparse=True: make it with sparse=False"
+            )
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
@@ -191,11 +209,14 @@ class LSHLinear(OwnStep, nn.Linear):
 
     def refresh(self) -> None:
         """Hash all rows now, as after a change of the weights from outside."""
+        self._hash(self.step)
+
+    def _hash(self, step: int) -> None:
         self.tables.build(
             self.weight.detach(), self.bias if self.bias is None else self.bias.detach(), self._functions()
         )
         self._built += 1
-        self._next = self.step + self._interval()
+        self._next = step + self._interval(step)
         self._count_hashing(self.weight)
 
     def _count_hashing(self, x: Tensor) -> None:
@@ -204,10 +225,10 @@ class LSHLinear(OwnStep, nn.Linear):
     def _functions(self) -> int:
         return self._built // self.redraw
 
-    def _interval(self) -> int:
-        steps = self.rebuild(self.step) if callable(self.rebuild) else self.rebuild
+    def _interval(self, step: int) -> int:
+        steps = self.rebuild(step) if callable(self.rebuild) else self.rebuild
         if steps < 1:
-            raise ValueError(f"LSHLinear: rebuild must be at least 1 step, got {steps} at step {self.step}")
+            raise ValueError(f"LSHLinear: rebuild must be at least 1 step, got {steps} at step {step}")
         return int(steps)
 
     def _gathered(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,14 +253,12 @@ class LSHLinear(OwnStep, nn.Linear):
         return targets % self.world_size == self.rank
 
     @torch.no_grad()
-    def _active(self, x: Tensor, targets: Tensor) -> Active:
-        if self.step < self._dense_until:
-            self.step += 1
+    def _active(self, x: Tensor, targets: Tensor, step: int) -> Active:
+        if step < self._dense_until:
             return self._all(targets)
-        if self.step >= self._next or self.tables.order.device != self.weight.device:
-            self.refresh()
-        draw = Draw(self.seed, self.step, f"rank {self.rank}")
-        self.step += 1
+        if step >= self._next or self.tables.order.device != self.weight.device:
+            self._hash(step)
+        draw = Draw(self.seed, step, f"rank {self.rank}")
         rows, device = len(self.weight), self.weight.device
         bits = draw.bits(self.tables.tables + self.tail, device)
         found = self.tables.query(x, self.bucket, bits[: self.tables.tables])  # [w b, tables * bucket]
@@ -252,9 +271,9 @@ class LSHLinear(OwnStep, nn.Linear):
         likely[own] = True
         drawn[bits[self.tables.tables :] % rows] = True
         chosen = (likely | drawn)[:rows].nonzero().view(-1)  # [u]
-        if not self._switch.takes_sparse(len(chosen) / rows, self._crossover(len(x))):
+        if not self._switch.takes_sparse(len(chosen) / rows, self._crossover(len(x), step)):
             # what is likely is not looked for meanwhile
-            self._dense_until = self.step + self._interval() - 1
+            self._dense_until = step + self._interval(step)
             return self._all(targets)
         target = torch.where(owned, torch.searchsorted(chosen, own.clamp(min=0)), -1)
         if self.shared:
@@ -265,13 +284,24 @@ class LSHLinear(OwnStep, nn.Linear):
             certain = certain[:, chosen]  # [w b, u]
         return Active(chosen, target, _offset(certain, drawn[chosen], rows, self.weight.dtype))
 
-    def _crossover(self, batch: int) -> Crossover:
-        return lsh_crossover(self.weight.detach(), self.tables, rounded_up(batch), self.bucket, self._interval())
+    def _crossover(self, batch: int, step: int) -> Crossover:
+        return lsh_crossover(self.weight.detach(), self.tables, rounded_up(batch), self.bucket, self._interval(step))
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        # the tables are of other rows
-        self._next = self._dense_until = -1
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            counters = {"next": self._next, "built": self._built, "dense_until": self._dense_until}
+            hashing = counters | self.tables.state_dict()
+            destination._metadata[prefix[:-1]]["hashing"] = hashing
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        hashing = local_metadata.get("hashing")
+        if hashing and self.tables.load_state_dict(hashing, len(self.weight), self.weight.device):
+            self._next, self._built, self._dense_until = (hashing[name] for name in ("next", "built", "dense_until"))
+        else:
+            # the tables are of other rows
+            self._next = self._dense_until = -1
 
 
 def _offset(certain: Tensor, drawn: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +80,20 @@ class LSHTables:
             counts = torch.bincount(code.long(), minlength=2**self.bits)
             starts.append(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
         self.order, self.starts = torch.stack(order), torch.stack(starts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tables as they are; equal rows give others once they are hashed by other functions."""
+        state = {"order": self.order, "starts": self.starts}
+        return state | {"has_offsets": self._has_offsets, "generation": self._generation}
+
+    def load_state_dict(self, state: Mapping[str, Any], rows: int, device: torch.device) -> bool:
+        """Takes tables of so many rows; returns False, and changes nothing, if the state's are of another form."""
+        order, starts = state["order"], state["starts"]
+        if order.shape != (self.tables, rows) or starts.shape != self.starts.shape:
+            return False
+        self.order, self.starts, self._has_offsets = order.to(device), starts.to(device), state["has_offsets"]
+        self._hyperplanes(state["generation"], device)
+        return True
 
     @torch.no_grad()
     def codes(self, queries: Tensor) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sparse.nn.adopt import adopt
 from lightning_sparse.nn.convert import UnsuitableError
-from lightning_sparse.nn.precision import working_dtype
+from lightning_sparse.nn.precision import cast
 from lightning_sparse.nn.products import ConvProducts
 from lightning_sparse.nn.skipping import Skipping
 from lightning_sparse.nn.work import Work
@@ -40,9 +40,8 @@ class SkipConv2d(nn.Conv2d):
     def __init__(self, *args: Any, relu_input: bool = False, strict_nonfinite: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._skips = self.groups == 1 and self.padding_mode == "zeros" and not isinstance(self.padding, str)
-        pair = tuple[int, int]
-        padding = cast(pair, self.padding if self._skips else (0, 0))
-        products = ConvProducts(cast(pair, self.stride), padding, cast(pair, self.dilation))
+        padding = (0, 0) if isinstance(self.padding, str) else _pair(self.padding)
+        products = ConvProducts(_pair(self.stride), padding, _pair(self.dilation))
         self._skipping = Skipping("SkipConv2d", products, None, relu_input, strict_nonfinite)
 
     @classmethod
@@ -68,7 +67,12 @@ class SkipConv2d(nn.Conv2d):
             return super().forward(input)
         if input.dim() == 3:
             return self.forward(input.unsqueeze(0)).squeeze(0)
-        dtype = working_dtype(input)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        if input.dim() != 4 or input.shape[1] != self.in_channels:
+            raise ValueError(f"SkipConv2d: expected input [*, {self.in_channels}, h, w], got {list(input.shape)}")
+        x, weight, *biases = cast("SkipConv2d", input, self.weight, *(() if self.bias is None else (self.bias,)))
         with torch.autocast(input.device.type, enabled=False):
-            return self._skipping.apply(input.to(dtype), self.weight.to(dtype), bias)
+            return self._skipping.apply(x, weight, biases[0] if biases else None)
+
+
+def _pair(sizes: tuple[int, ...]) -> tuple[int, int]:
+    return sizes[0], sizes[1]

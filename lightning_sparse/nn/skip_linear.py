@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sparse.kernels.block_checks import check_block
 from lightning_sparse.nn.adopt import adopt
-from lightning_sparse.nn.precision import working_dtype
+from lightning_sparse.nn.precision import as_rows
 from lightning_sparse.nn.products import LinearProducts
 from lightning_sparse.nn.skipping import Skipping
 from lightning_sparse.nn.work import Work
@@ -72,9 +72,7 @@ class SkipLinear(nn.Linear):
         return self._skipping.work
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = working_dtype(input)
-        x = input.reshape(-1, self.in_features).to(dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
+        x, weight, bias = as_rows("SkipLinear", input, self.in_features, self.weight, self.bias)
         with torch.autocast(input.device.type, enabled=False):
-            out = self._skipping.apply(x, self.weight.to(dtype), bias)
+            out = self._skipping.apply(x, weight, bias)
         return out.reshape(*input.shape[:-1], self.out_features)

@@ -17,7 +17,7 @@ from lightning_sparse.nn.eager import eager
 from lightning_sparse.nn.gate_selection import GRANULARITIES, GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
 from lightning_sparse.nn.own_step import OwnStep
-from lightning_sparse.nn.precision import working_dtype
+from lightning_sparse.nn.precision import cast
 from lightning_sparse.nn.work import Work
 from lightning_sparse.protocols import Schedule
 
@@ -43,7 +43,8 @@ class SparseLSTM(OwnStep, nn.LSTM):
             cost in loss; fewer are more exact, and slower.
 
     Attributes:
-        step: forward passes in training so far; what schedules see. `state_dict` carries it in its metadata.
+        step: forward passes in training so far, those without a graph left out; what schedules see. `state_dict`
+            carries it in its metadata.
         work: multiply-adds of sparse backward passes; those for the hidden state count as input gradient.
 
     Raises:
@@ -83,7 +84,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
         self.work = Work()
         self._switch = Switch()
         # a number is checked now, a schedule when it is asked
-        self._selection()
+        self._selection(self.step)
 
     @classmethod
     def from_lstm(cls, lstm: nn.LSTM, **options: Any) -> SparseLSTM:
@@ -104,10 +105,10 @@ class SparseLSTM(OwnStep, nn.LSTM):
     @eager
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         """As `nn.LSTM`: the hidden states of the last layer, and the last hidden and cell state of all layers."""
-        if not (self.training and torch.is_grad_enabled()):
+        step = self.take_step()
+        if step is None:
             return super().forward(input, hx)
-        selection = self._selection()
-        self.step += 1
+        selection = self._selection(step)
         if isinstance(input, PackedSequence) or not self._takes_sparse(input, selection):
             return super().forward(input, hx)
         if input.dim() == 2:
@@ -117,13 +118,13 @@ class SparseLSTM(OwnStep, nn.LSTM):
             return out.squeeze(batch), (h.squeeze(1), c.squeeze(1))
         return self._scan(input, hx, selection)
 
-    def _selection(self) -> GateSelection:
-        density = self.density(self.step) if callable(self.density) else self.density
-        threshold = self.threshold(self.step) if callable(self.threshold) else self.threshold
+    def _selection(self, step: int) -> GateSelection:
+        density = self.density(step) if callable(self.density) else self.density
+        threshold = self.threshold(step) if callable(self.threshold) else self.threshold
         if not 0 < density <= 1:
-            raise ValueError(f"SparseLSTM: density must be in (0, 1], got {density} at step {self.step}")
+            raise ValueError(f"SparseLSTM: density must be in (0, 1], got {density} at step {step}")
         if threshold is not None and not threshold >= 0:
-            raise ValueError(f"SparseLSTM: threshold must be at least 0, got {threshold} at step {self.step}")
+            raise ValueError(f"SparseLSTM: threshold must be at least 0, got {threshold} at step {step}")
         return GateSelection(density, threshold, self.granularity, self.chunk)
 
     def _takes_sparse(self, x: Tensor, selection: GateSelection) -> bool:
@@ -139,7 +140,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
         """Where `nn.LSTM` becomes the faster one for a layer of this width, forward and backward."""
         t, b = (x.shape[0], 1) if x.dim() == 2 else (x.shape[1], x.shape[0]) if self.batch_first else x.shape[:2]
         steps, batch = min(rounded_up(t), _MEASURED_STEPS), rounded_up(b)
-        like = x.to(working_dtype(x))
+        like, _ = cast("SparseLSTM", x, self.weight_ih_l0)
         case = Case.of("SparseLSTM", like, steps, batch, self.input_size, self.hidden_size, min(steps, self.chunk))
         shape = (steps, batch, self.input_size)
         return crossover(
@@ -157,16 +158,16 @@ class SparseLSTM(OwnStep, nn.LSTM):
         if hx is None:
             zeros = x.new_zeros(self.num_layers * directions, x.shape[1], self.hidden_size)
             hx = (zeros, zeros)
+        x, h0, c0 = cast("SparseLSTM", x, *hx)
+        weights = [cast("SparseLSTM", x, *each)[1:] for each in self.all_weights]
         self.check_forward_args(input, hx, None)
-        dtype = working_dtype(x)
-        x, (h0, c0) = x.to(dtype), (state.to(dtype) for state in hx)
         last_h, last_c = [], []
         with torch.autocast(x.device.type, enabled=False):
             for layer in range(self.num_layers):
                 outs = []
                 for direction in range(directions):
                     at = layer * directions + direction
-                    w_ih, w_hh, *biases = (w.to(dtype) for w in self.all_weights[at])
+                    w_ih, w_hh, *biases = weights[at]
                     bias = biases[0] + biases[1] if biases else None
                     series = x.flip(0) if direction else x
                     out, h, c = lstm_scan(series, h0[at], c0[at], w_ih, w_hh, bias, selection, self.work)

@@ -53,6 +53,30 @@ def test_a_shared_layer_stays_shared():
     model = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer)})
     assert convert(model, {nn.Linear: BLOCKS}).swapped == ["a", "b.0"]
     assert model["a"] is model["b"][0]
+    # within a shared container too, and where one of its names is chosen
+    inner = nn.Sequential(nn.Linear(16, 16))
+    model = nn.ModuleDict({"a": inner, "b": inner, "c": nn.Linear(16, 16), "d": nn.Sequential(inner[0])})
+    assert convert(model, {nn.Linear: BLOCKS}, only=lambda name: name == "b.0").swapped == ["a.0", "b.0", "d.0"]
+    assert model["a"][0] is model["d"][0]
+
+
+def test_hooks_of_parameters_are_not_lost():
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = nn.Sequential(nn.Linear(16, 16))
+        getattr(model[0].weight, register)(lambda _: None)
+        assert reasons(model) == {"0": "its parameters have hooks, which would be lost"}
+        # a layer that takes the parameters over keeps them
+        assert reasons(model, NM.from_linear) == {"0": ""}
+
+
+def test_messages_where_nothing_is_found():
+    swaps = {nn.Linear: NM.from_linear}
+    with pytest.raises(ValueError, match="got the layer itself: call its swap on it"):
+        convert(nn.Linear(16, 16), swaps)
+    model = nn.Sequential(nn.Linear(16, 16))
+    convert(model, swaps)
+    with pytest.raises(ValueError, match="got none in Sequential: subclasses are not swapped, and there are NM"):
+        convert(model, swaps)
 
 
 def reasons(model, swap=BLOCKS):

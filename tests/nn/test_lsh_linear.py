@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse.nn.active_softmax import Active, active_cross_entropy
 from lightning_sparse.nn.crossover import pinned
@@ -84,10 +86,10 @@ def layer_bits(layer: LSHLinear) -> list[int]:
 
 def test_the_normaliser_is_unbiased() -> None:
     layer, (x, target) = make(tail=30), batch()
-    logits = F.linear(x, layer.weight, layer.bias)
+    logits = F.linear(x, layer.weight, layer.bias).detach()
     aim = logits.gather(1, target[:, None]).squeeze(1)
-    with pinned(1), torch.no_grad():
-        totals = torch.stack([(layer.loss(x, target, "none") + aim).exp() for _ in range(1000)])
+    with pinned(1):
+        totals = torch.stack([(layer.loss(x, target, "none") + aim).exp().detach() for _ in range(1000)])
     exact = logits.exp().sum(1)
     error = (totals.mean(0) - exact) / (totals.std(0) / math.sqrt(1000))
     assert error.abs().max() < 4.5, error
@@ -196,6 +198,74 @@ def test_state_dict_is_that_of_linear_and_tables_follow_it() -> None:
         torch.testing.assert_close(other.loss(x, target), layer.loss(x, target))
 
 
+def test_a_resumed_run_is_the_run_itself() -> None:
+    def train(layer: LSHLinear, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            x, target = normal(B, H, seed=step), torch.arange(B) + step
+            loss = layer.loss(x, target)
+            layer.zero_grad()
+            loss.backward()
+            torch.optim.SGD(layer.parameters(), lr=0.5).step()
+            losses.append(loss.item())
+        return losses
+
+    with pinned(1):
+        first, second = (make(rebuild=3, redraw=2) for _ in range(2))
+        # between two hashings, the functions drawn anew before and after
+        train(first, range(8))
+        file = io.BytesIO()
+        torch.save(nn.Sequential(first).state_dict(), file)
+        file.seek(0)
+        nn.Sequential(second).load_state_dict(torch.load(file, weights_only=True))
+        assert train(first, range(8, 20)) == train(second, range(8, 20))
+        # tables of other rows are made anew
+        third = LSHLinear(H, N + 1, dtype=torch.float64, **SMALL)
+        assert not third.tables.load_state_dict(first.tables.state_dict(), N + 1, torch.device("cpu"))
+
+
+def test_without_a_graph_the_loss_is_exact_and_no_step() -> None:
+    layer, (x, target) = make(), batch()
+    with pinned(1), torch.no_grad():
+        loss = layer.loss(x, target)
+    torch.testing.assert_close(loss, F.cross_entropy(layer(x), target))
+    assert (layer.step, layer.work) == (0, Work())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_repeats_the_step(reentrant: bool) -> None:
+    runs = []
+    for run in (LSHLinear.loss, partial(checkpoint, LSHLinear.loss, use_reentrant=reentrant)):
+        layer, (x, target) = make(), batch()
+        with pinned(1):
+            for _ in range(3):
+                run(layer, x, target).backward()
+        runs.append((layer.step, x.grad))
+    assert runs[0][0] == runs[1][0] == 3
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+def test_sparse_gradients_are_refused_under_ddp() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for sparse in (True, False):
+            layer = make(sparse=sparse)
+            layer.forward = layer.loss  # DDP calls forward alone
+            ddp = nn.parallel.DistributedDataParallel(layer)
+            if sparse:
+                with pytest.raises(
+                    RuntimeError, match=r"expected dense gradients under DDP.*make it with sparse=False"
+                ):
+                    ddp(*batch())
+                with ddp.no_sync():
+                    ddp(*batch()).backward()
+            else:
+                ddp(*batch()).backward()
+            assert layer.weight.grad.is_sparse == sparse
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_shapes_with_more_dimensions() -> None:
     layer = make().eval()
     x, target = normal(2, 3, H), torch.arange(6).view(2, 3)
@@ -250,5 +320,12 @@ def test_refuses_samples_that_do_not_fit() -> None:
         layer.loss(x, torch.tensor([0, 300, 7, 7, 150, 42]))
     with pytest.raises(ValueError, match=r"expected x \[\.\.\., 8\] and targets \[\.\.\.\], got \(6, 8\) and \(5,\)"):
         layer.loss(x, target[:5])
+    with pytest.raises(ValueError, match=r"expected x \[\.\.\., 8\] and targets \[\.\.\.\], got \(\) and \(\)"):
+        layer.loss(x.sum(), target[0])
+    with pytest.raises(ValueError, match=r"targets must be .* got -100 to 299: leave out samples without a class"):
+        layer.loss(x, torch.tensor([-100, 299, 7, 7, 150, 42]))
+    with pytest.raises(TypeError, match=r"expected targets of torch\.int64, got torch\.float64"):
+        layer.loss(x, target.double())
+    assert layer.step == 0
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'none', got 'sum'"):
         layer.loss(x, target, reduction="sum")

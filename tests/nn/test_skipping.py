@@ -222,3 +222,13 @@ def test_more_dimensions_autocast_and_empty_batches() -> None:
 def test_refuses_a_tile_that_no_kernel_has() -> None:
     with pytest.raises(ValueError, match=r"SkipLinear: block must be one of \(16, 32, 64, 128\), got 7"):
         SkipLinear(N_IN, N_OUT, tile=7)
+
+
+def test_refuses_input_of_another_shape_or_dtype() -> None:
+    layer, conv = SkipLinear(32, 48), SkipConv2d(3, 2, 3)
+    for shape in ((32, 2), (2, 64), (2, 3, 16), ()):
+        with pytest.raises(ValueError, match=r"SkipLinear: expected input \[\*, 32\], got"):
+            layer(torch.zeros(shape))
+    for shape in ((2, 5, 8, 8), (8, 8)):
+        with pytest.raises(ValueError, match=r"SkipConv2d: expected input \[\*, 3, h, w\], got"):
+            conv(torch.zeros(shape))

@@ -6,18 +6,20 @@ import io
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 from lightning_sparse.nn.crossover import forget, known, pinned
 from lightning_sparse.nn.gate_selection import GateSelection
 from lightning_sparse.nn.lstm_scan import lstm_scan
 from lightning_sparse.nn.sparse_lstm import SparseLSTM
 from lightning_sparse.nn.work import Pass, Work
-from lightning_sparse.schedules import piecewise
+from lightning_sparse.schedules import cycle, piecewise
 
 T, B, W, H = 7, 3, 5, 4  # time steps, batch, width of the input, hidden units
 Mask = Callable[[int, Tensor], Tensor]
@@ -226,6 +228,20 @@ def test_a_schedule_mixes_sparse_and_dense_steps() -> None:
         lstm.eval()(x)
     assert 0 < done[0] < done[1] == done[2] == done[3]
     assert lstm.step == 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_repeats_the_step(reentrant: bool) -> None:
+    runs = []
+    for run in (nn.Module.__call__, partial(checkpoint, use_reentrant=reentrant)):
+        lstm, x = make(density=cycle(0.5, 1.0)), normal(T, B, W).requires_grad_()
+        with pinned(1):
+            for _ in range(3):
+                run(lstm, x)[0].sum().backward()
+        runs.append((lstm.step, x.grad, lstm.work))
+    assert runs[0][0] == runs[1][0] == 3
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert runs[0][2] == runs[1][2]
 
 
 def test_dense_where_it_is_faster_and_for_packed_sequences() -> None:
