@@ -21,14 +21,12 @@ from lightning_sparse.arguments import (
     check_ranks_agree,
     check_unused,
 )
+from lightning_sparse.change_over import ChangeOver
 from lightning_sparse.checkpoint import check_kind, load, save
 from lightning_sparse.checkpoint_checks import KEY
 from lightning_sparse.communicators.process_group import destroy_at_exit
 from lightning_sparse.connection import Connection, Plan
 from lightning_sparse.defaults import choose_exchange, choose_parts
-from lightning_sparse.graph import is_reentrant
-from lightning_sparse.guard import Guard
-from lightning_sparse.pace import Pace
 from lightning_sparse.protocols import Codec, Communicator, Compressor, Memory, Schedule, Stepped
 from lightning_sparse.reducer import Reducer
 from lightning_sparse.summary import summarise
@@ -38,13 +36,10 @@ from lightning_sparse.sync.gradients import GradientsTap
 from lightning_sparse.sync.steps import Steps
 from lightning_sparse.sync.updates_tap import UpdatesTap
 
-# DDPStrategy of one tree or the other, which mypy cannot know
-_Base: Any = object
-
 log = logging.getLogger(__name__)
 
 
-class SparseDDP(_Base):
+class SparseDDP(ChangeOver):
     """Data-parallel training over a sparse exchange; mixed into each Lightning tree's ``DDPStrategy``.
 
     Args:
@@ -84,8 +79,6 @@ class SparseDDP(_Base):
     """
 
     _tree: str
-    model: Any
-    _ddp_kwargs: dict[str, Any]
 
     def __init__(
         self,
@@ -115,9 +108,6 @@ class SparseDDP(_Base):
         check_unused(chosen, parts.codec, kwargs)
         self._plan = Plan(chosen, parts, memory, seed, debug)
         self._guarded = guard
-        self._pace: Pace | None = None
-        self._wrapped: list[int] | None = None
-        self._is_reentrant: bool | None = None
         self._residual_checkpoint = residual_checkpoint
         self._on_nonfinite = on_nonfinite
         self._connection: Connection | None = None
@@ -158,16 +148,8 @@ class SparseDDP(_Base):
         super().setup(trainer)
         self._begin(trainer)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``DDPStrategy``; where DDP has taken over, it learns of layers that were unfrozen since."""
-        if self._wrapped is not None and self._wrapped != self._trainable():
-            self._wrap()
-        return super().training_step(*args, **kwargs)
-
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward, and raise what went wrong in the exchange beside it."""
-        if self._pace is not None and self._is_reentrant is None:
-            self._is_reentrant = is_reentrant(closure_loss)
         output = super().backward(closure_loss, *args, **kwargs)
         if self.tap is not None:
             self.tap.check()
@@ -178,7 +160,7 @@ class SparseDDP(_Base):
         super().load_model_state_dict(checkpoint, strict)
         if self.tap is not None:
             self.tap.restart()
-            self._start_pace()
+            self._begin_to_measure()
             # of the training before this one
             self._left = None
 
@@ -306,7 +288,8 @@ class SparseDDP(_Base):
         if self._first in self._callbacks:
             self._callbacks.remove(self._first)
         self._callbacks, self._first, self._steps = [], None, None
-        self._connection = self._pace = self._wrapped = self._is_reentrant = None
+        self._connection = None
+        self._end_pace()
         super().teardown()
         destroy_at_exit()
 
@@ -346,57 +329,16 @@ class SparseDDP(_Base):
         else:
             super().configure_ddp()
         self._watch_steps(self._connection.tap)
-        self._start_pace()
+        self._begin_to_measure()
         if self.is_global_zero and self.world_size > 1:
             log.info(f"sparse_ddp: {self.world_size} ranks, {self._plan.exchange}, {self._plan.parts}")
 
     def _watch_steps(self, tap: Stepped) -> None:
         self._steps = Steps(tap, self._bare_optimizers(), self._on_nonfinite if self._scaler is None else None)
 
-    def _start_pace(self) -> None:
-        """Begin to measure, from the exchange."""
-        assert self._connection is not None
+    def _begin_to_measure(self) -> None:
         assert self._steps is not None
-        self._connection.tap.resume()
-        self._pace = None
-        if self._wrapped is not None:
-            self.model, self._wrapped = self._module, None
-        may_leave = self._guarded and (isinstance(self.tap, GradientsTap) or self._is_plain())
-        if self.world_size > 1 and (may_leave or self._plan.parts.rungs):
-            self._pace = self._connection.pace(self._steps, may_leave)
-
-    def _is_plain(self) -> bool:
-        """Whether DDP can take over from the exchange of updates."""
-        # each rank's loss scaler follows gradients of its own
-        return bool(self._module.automatic_optimization) and len(self.optimizers) == 1 and self._scaler is None
-
-    def _change_over(self, guard: Guard) -> None:
-        """From the exchange to DDP, or back, between two steps."""
-        assert self._connection is not None
-        tap = self._connection.tap
-        is_updates = isinstance(tap, UpdatesTap)
-        if not guard.is_dense:
-            tap.resume()
-            if is_updates:
-                self.model, self._wrapped = self._module, None
-        elif is_updates and self._connection.reducer.on_any_rank(bool(self._is_reentrant)):
-            guard.refused("activations are checkpointed reentrantly, where DDP cannot look for unused parameters")
-        elif reason := tap.rest():
-            guard.refused(reason)
-        elif is_updates:
-            self._wrap()
-
-    def _wrap(self) -> None:
-        """DDP takes over from the exchange of updates."""
-        assert self._connection is not None
-        self.model, self._wrapped = self._module, self._trainable()
-        # which parameters take part may change from step to step, as it may with the exchange
-        asked, self._ddp_kwargs = self._ddp_kwargs, {"find_unused_parameters": True, **self._ddp_kwargs}
-        super().configure_ddp()
-        self._ddp_kwargs = asked
-
-    def _trainable(self) -> list[int]:
-        return [id(p) for p in self._module.parameters() if p.requires_grad]
+        self._start_pace(self._steps, bool(self._plan.parts.rungs))
 
     @property
     def _is_interrupted(self) -> bool:

@@ -140,7 +140,7 @@ class SparseLSTM(OwnStep, nn.LSTM):
         """Where `nn.LSTM` becomes the faster one for a layer of this width, forward and backward."""
         t, b = (x.shape[0], 1) if x.dim() == 2 else (x.shape[1], x.shape[0]) if self.batch_first else x.shape[:2]
         steps, batch = min(rounded_up(t), _MEASURED_STEPS), rounded_up(b)
-        like, _ = cast("SparseLSTM", x, self.weight_ih_l0)
+        like, _ = cast("SparseLSTM", x, self.all_weights[0][0])
         case = Case.of("SparseLSTM", like, steps, batch, self.input_size, self.hidden_size, min(steps, self.chunk))
         shape = (steps, batch, self.input_size)
         return crossover(
