@@ -81,8 +81,7 @@ def active_rows(transport: ProcessGroup) -> dict[str, Tensor]:
     xs, targets = samples(world)
     x, target = xs[transport.rank].clone().requires_grad_(), targets[transport.rank]
     with pinned(1):
-        active = layer._active(xs.flatten(0, 1), targets.flatten())
-        layer.step = 0
+        active = layer._active(xs.flatten(0, 1), targets.flatten(), 0)
         losses = layer.loss(x, target, reduction="none")
     every: list[Any] = [None] * world
     dist.all_gather_object(every, active)
