@@ -15,6 +15,9 @@ from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.protocols import Accumulator, Owed
 from lightning_sparse.vector import SparseVector
 
+# so much larger than the one before, a gradient would leave too much of its rounding where it is taken out again
+_JUMP = 16.0
+
 
 class Buffers(dict[str, Tensor]):
     """Parameter name -> flat float32 buffer, made of zeros when first asked for."""
@@ -48,6 +51,9 @@ class Buffers(dict[str, Tensor]):
 class Residual:
     """Error feedback: what is not sent now is added to the next gradient.
 
+    A step that any rank refuses is taken out again: to rounding of the gradients before, exactly if this one is more
+    than 16 times larger.
+
     Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014, section 3; for top-k: Stich et al.,
     https://arxiv.org/abs/1809.07599, Algorithm 1. We keep it without the learning rate in it.
 
@@ -58,12 +64,17 @@ class Residual:
 
     _residual: Buffers = field(init=False, repr=False, default_factory=Buffers)
     _lost: Buffers = field(init=False, repr=False, default_factory=Buffers)
+    _copies: dict[str, list[Tensor]] = field(init=False, repr=False, default_factory=dict)
+    _peak: float = field(init=False, repr=False, default=0.0)
+    _peaks: dict[str, float] = field(init=False, repr=False, default_factory=dict)
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Nothing depends on the whole."""
+    def begin(self, inputs: Sequence[Tensor], peak: float) -> None:
+        self._peak = peak
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
-        return Sum(inputs, self._residual.of(names, inputs))
+        residuals = self._residual.of(names, inputs)
+        self._set_aside(names, residuals)
+        return Sum(inputs, residuals)
 
     def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         return [x.float() for x in inputs]
@@ -80,7 +91,7 @@ class Residual:
 
     def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
         for name, x in zip(names, inputs, strict=True):
-            if name in self._residual:
+            if not self._restore(name) and name in self._residual:
                 self._residual[name].sub_(x)
 
     def lost(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -101,6 +112,28 @@ class Residual:
 
     def norm(self) -> float:
         return self._residual.norm()
+
+    def _kept(self) -> list[Buffers]:
+        """What a step changes."""
+        return [self._residual]
+
+    def _set_aside(self, names: Sequence[str], *kept: Sequence[Tensor]) -> None:
+        """Before a gradient out of the ordinary is added: copies, in the order of ``_kept``."""
+        is_ordinary = self._peak <= _JUMP * min((self._peaks.get(name, 0.0) for name in names), default=0.0)
+        for name, *buffers in zip(names, *kept, strict=True):
+            self._peaks[name] = self._peak
+            self._copies.pop(name, None)
+            if not is_ordinary:
+                self._copies[name] = [buffer.clone() for buffer in buffers]
+
+    def _restore(self, name: str) -> bool:
+        """Puts back what was set aside; False if nothing was."""
+        # the next gradient is compared with none
+        self._peaks.pop(name, None)
+        copies = self._copies.pop(name, [])
+        for kept, copy in zip(self._kept(), copies, strict=False):
+            kept[name] = copy
+        return bool(copies)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         return {"residual": dict(self._residual), "lost": dict(self._lost)}
@@ -142,17 +175,20 @@ class MomentumResidual(Residual):
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"MomentumResidual: clip must be positive or None, got {self.clip}")
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
+    def begin(self, inputs: Sequence[Tensor], peak: float) -> None:
+        super().begin(inputs, peak)
         if self.clip is not None and inputs:
             norm = float(torch.linalg.vector_norm(torch.stack([x.float().norm() for x in inputs])))
             self._scale = min(1.0, self.clip / (norm + 1e-6))
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         velocities, residuals = self._velocity.of(names, inputs), self._residual.of(names, inputs)
+        self._set_aside(names, velocities, residuals)
         return MomentumSum(inputs, velocities, residuals, self.momentum, self._scale)
 
     def dense(self, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
         velocities = self._velocity.of(names, inputs)
+        self._set_aside(names, velocities)
         for velocity, x in zip(velocities, inputs, strict=True):
             advance_(velocity, x, self.momentum, self._scale)
         return velocities
@@ -174,11 +210,16 @@ class MomentumResidual(Residual):
 
     def undo(self, names: Sequence[str], inputs: Sequence[Tensor]) -> None:
         for name, x in zip(names, inputs, strict=True):
+            if self._restore(name):
+                continue
             if name in self._residual:
                 self._residual[name].sub_(self._velocity[name])
             # without momentum nothing of before is left in it
             if self.momentum:
                 self._velocity[name].sub_(x, alpha=self._scale).div_(self.momentum)
+
+    def _kept(self) -> list[Buffers]:
+        return [self._velocity, *super()._kept()]
 
     def hold(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
         return [*super().hold(names), self._velocity.take(names)]
@@ -204,7 +245,7 @@ class NoMemory:
         0.0
     """
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
+    def begin(self, inputs: Sequence[Tensor], peak: float) -> None:
         """Nothing depends on the whole."""
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:

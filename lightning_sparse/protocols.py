@@ -40,8 +40,8 @@ class Accumulator(Protocol):
 class Memory(Protocol):
     """What was not sent, kept by parameter name (float32, unscaled)."""
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Look at everything that came in, before any of it is accumulated."""
+    def begin(self, inputs: Sequence[Tensor], peak: float) -> None:
+        """Look at everything that came in, before any of it is accumulated; ``peak`` is its largest magnitude."""
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
         """Add this step's flat inputs to what is kept. The accumulator may do so lazily, in its first dense pass."""

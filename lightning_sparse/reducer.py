@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.block import Block
-from lightning_sparse.finite import are_finite
+from lightning_sparse.finite import is_usable, peak_of
 from lightning_sparse.job import Job, Outcome, Picked, Totals
 from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
 from lightning_sparse.random import Draw
@@ -107,14 +107,15 @@ class Reducer:
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
         density = self._density(job.step)
-        if not job.is_safe and not are_finite([*job.inputs, *job.dense_inputs]):
+        peak = 0.0 if job.is_safe else peak_of([*job.inputs, *job.dense_inputs])
+        if not is_usable(peak):
             return self._refuse(job, density)
         # another density cuts another vector for the ranks to average
         if self.cut.setdefault(job.name, density) != density:
             self.cut[job.name] = density
             job.memory.reclaim(job.names, job.inputs, self.transport.world_size)
         held = job.memory.hold(job.idle)
-        job.memory.begin([*job.inputs, *job.dense_inputs])
+        job.memory.begin([*job.inputs, *job.dense_inputs], peak)
         start = time.perf_counter()
         sent = wire = None
         whole: list[Tensor] = []

@@ -18,6 +18,7 @@ from lightning_sparse.codecs import Quantized
 from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.compressors import TopK, WeightBlocks
+from lightning_sparse.finite import are_finite, is_usable, peak_of
 from lightning_sparse.memory import MomentumResidual, Residual, gather
 from lightning_sparse.protocols import Transport
 from lightning_sparse.random import Draw
@@ -153,22 +154,44 @@ def test_momentum_residual_clips_all_that_came_in_together() -> None:
     """[3] and [4] have norm 5 together: both shrink to a fifth, also where one of them travels densely."""
     memory = MomentumResidual(0.0, clip=1.0)
     sparse, dense = torch.tensor([3.0]), torch.tensor([4.0])
-    memory.begin([sparse, dense])
+    memory.begin([sparse, dense], 4.0)
     pieces = memory.accumulate(["a"], [sparse]).pieces() + memory.dense(["b"], [dense])
     torch.testing.assert_close(torch.cat(pieces), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
 
 
-def test_momentum_residual_takes_back_a_clipped_gradient() -> None:
-    memory = MomentumResidual(0.5, clip=1.0)
-    memory.accumulate(["w"], [torch.tensor([1.0, 2.0])]).pieces()
-    before = memory.state_dict()
-    before = {kind: {name: x.clone() for name, x in before[kind].items()} for kind in ("velocity", "residual")}
-    bad = torch.tensor([3.0, 4.0])
-    memory.begin([bad])
-    memory.accumulate(["w"], [bad]).pieces()
-    memory.undo(["w"], [bad])
-    for kind, parts in before.items():
-        torch.testing.assert_close(memory.state_dict()[kind], parts, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("size", [1.0, 10.0, 1e4, 1e30])
+@pytest.mark.parametrize("memory", [Residual(), MomentumResidual(0.5), MomentumResidual(0.5, 1.0)])
+def test_a_refused_step_leaves_the_memory_as_it_was(memory: Residual, size: float) -> None:
+    """Exactly where the gradient is out of the ordinary, to its rounding otherwise; whatever was sent meanwhile."""
+    memory, generator = copy.deepcopy(memory), torch.Generator().manual_seed(0)
+
+    def step(size: float, refused: bool) -> None:
+        a, b, c = (size * torch.randn(n, generator=generator) for n in (5, 4, 3))
+        memory.begin([a, b, c], peak_of([a, b, c]))
+        sent = TopK().compress(memory.accumulate(["a", "b"], [a, b]), 3, Draw(0, 0, "w"))
+        memory.discard(["a", "b"], sent)
+        memory.dense(["c"], [c])
+        if refused:
+            memory.give_back(["a", "b"], sent)
+            memory.undo(["a", "b", "c"], [a, b, c])
+
+    for _ in range(3):
+        step(1.0, refused=False)
+    before = {kind: {name: x.clone() for name, x in part.items()} for kind, part in memory.state_dict().items()}
+    for _ in range(2):
+        step(size, refused=True)
+        exact = size > 100
+        torch.testing.assert_close(memory.state_dict(), before, rtol=0, atol=0 if exact else 1e-6 * size)
+
+
+def test_what_would_soon_overflow_is_no_gradient() -> None:
+    usable = [is_usable(peak_of([torch.tensor([x, -1.0])])) for x in (1e36, -1e37, torch.inf, torch.nan)]
+    assert usable == [True, False, False, False]
+    # a sum of these would overflow, and float16 would not hold it
+    assert are_finite([torch.full((1000,), 6e4, dtype=torch.float16), torch.full((10,), 1e36), torch.empty(0)])
+    assert not are_finite([torch.tensor([1.0, torch.nan]).to_sparse()])
+    assert are_finite([torch.tensor([1 + 2j])])
+    assert peak_of([torch.tensor([-3.0, 2.0]), torch.tensor([1], dtype=torch.int64)]) == 3
 
 
 @pytest.mark.parametrize("capacity", [1, 300, 700, 50_000, 100_000])

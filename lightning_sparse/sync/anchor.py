@@ -43,7 +43,7 @@ class Anchor:
         """The outer momentum of each name: [n] float32, zeros at first."""
         return self._outer.of(names, self.of(names))
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
+    def begin(self, inputs: Sequence[Tensor], peak: float) -> None:
         """Nothing depends on the whole."""
 
     def accumulate(self, names: Sequence[str], inputs: Sequence[Tensor]) -> Accumulator:
