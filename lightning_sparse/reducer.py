@@ -106,7 +106,7 @@ class Reducer:
 
     def pick(self, job: Job) -> Picked:
         """Steps 1 to 4 of the loop: what leaves this rank. No communication."""
-        density = self._density(job.step)
+        density, start = self._density(job.step), time.perf_counter()
         peak = 0.0 if job.is_safe else peak_of([*job.inputs, *job.dense_inputs])
         if not is_usable(peak):
             return self._refuse(job, density)
@@ -116,7 +116,6 @@ class Reducer:
             job.memory.reclaim(job.names, job.inputs, self.transport.world_size)
         held = job.memory.hold(job.idle)
         job.memory.begin([*job.inputs, *job.dense_inputs], peak)
-        start = time.perf_counter()
         sent = wire = None
         whole: list[Tensor] = []
         accumulator = job.memory.accumulate(job.names, job.inputs)
