@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from lightning_sparse.kernels.accumulate_select import accumulate_select
 from lightning_sparse.kernels.difference_select import difference_select
 from lightning_sparse.kernels.momentum_select import momentum_select
+from lightning_sparse.kernels.pieces import bounds_of
 from lightning_sparse.kernels.select import select
 from lightning_sparse.protocols import Accumulator
 from lightning_sparse.random import Draw
@@ -190,14 +193,21 @@ def overlaps(vectors: Sequence[Tensor], start: int, numel: int) -> list[tuple[Te
 
 
 def _positions(vectors: Sequence[Tensor], size: int, draw: Draw) -> list[Tensor]:
-    """Positions in each vector, one drawn at random from each of about ``size`` equal strata of the whole."""
-    total = max(1, sum(vector.numel() for vector in vectors))
-    counts = [-(-vector.numel() * size // total) for vector in vectors]
-    device = vectors[0].device
-    random = draw.bits(sum(counts), device).to(torch.float64) / 2**32  # [m] in [0, 1)
-    out = []
-    for vector, count, fraction in zip(vectors, counts, random.split(counts), strict=True):
-        stride = vector.numel() / max(1, count)
-        base = torch.arange(count, dtype=torch.float64, device=device)
-        out.append(((base + fraction) * stride).long().clamp_(max=max(0, vector.numel() - 1)))
-    return out
+    """Ascending positions in each vector, one drawn at random from each of ``size`` equal strata of the whole."""
+    bounds, device = bounds_of(vectors), vectors[0].device
+    numel, stride = bounds[-1], bounds[-1] / max(1, size)
+    random = draw.bits(size, device).to(torch.float64) / 2**32  # [size] in [0, 1)
+    base = torch.arange(size, dtype=torch.float64, device=device)
+    positions = ((base + random) * stride).long().clamp_(max=max(0, numel - 1))
+
+    def position(stratum: int) -> int:
+        return min(int((stratum + draw.word(stratum) / 2**32) * stride), numel - 1)
+
+    # the host repeats the draws next to each bound, and so need not wait for those of the device
+    cuts = [0]
+    for bound in bounds[1:-1]:
+        near = bound * size // max(1, numel)
+        low, high = max(near - 1, cuts[-1]), min(near + 2, size)
+        cuts.append(bisect_left(range(size), bound, low, high, key=position))
+    parts = positions.split([high - low for low, high in pairwise([*cuts, size])])
+    return [part - begin if begin else part for part, begin in zip(parts, bounds, strict=False)]

@@ -33,14 +33,16 @@ class Draw:
         position = torch.arange(count, dtype=torch.int64, device=device)
         return _mix((position * 0x9E3779B9 + self._key()) & _MASK)
 
+    def word(self, position: int) -> int:
+        """The entry of `bits` at one position, on the host."""
+        return _mix((position * 0x9E3779B9 + self._key()) & _MASK)
+
     def below(self, high: int) -> int:
         """One integer in [0, high), on the host. Raises ValueError if high < 1."""
         if high < 1:
             raise ValueError(f"Draw.below: high must be at least 1, got {high}")
         # two words, so that high may exceed 2**32
-        first = _mix(self._key())
-        second = _mix((0x9E3779B9 + self._key()) & _MASK)
-        return ((first << 32) | second) % high
+        return ((self.word(0) << 32) | self.word(1)) % high
 
     def _key(self) -> int:
         mixed = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sparse.block import Block
 from lightning_sparse.finite import is_usable, peak_of
 from lightning_sparse.job import Job, Outcome, Picked, Totals
+from lightning_sparse.kernels.pieces import KINDS
 from lightning_sparse.protocols import Accumulator, Codec, Communicator, Compressor, Schedule, Transport
 from lightning_sparse.random import Draw
 from lightning_sparse.sections import encode_sections
@@ -192,6 +193,8 @@ class Reducer:
         return density < 1 or (self._codec.agreed and not self.is_dense)
 
     def _compress(self, accumulator: Accumulator, job: Job, density: float) -> SparseVector:
+        if not self.compressor.agreed:
+            _check_dtypes(job)
         by_layer = self.compressor.scope == "layer"
         groups = accumulator.split() if by_layer else [accumulator]
         picked = []
@@ -264,3 +267,12 @@ def _flat(pieces: Sequence[Tensor], job: Job) -> Tensor:
         return torch.cat([piece.float() for piece in pieces])
     device = job.inputs[0].device if job.inputs else None
     return torch.zeros(0, device=device)
+
+
+def _check_dtypes(job: Job) -> None:
+    for name, x in zip(job.names, job.inputs, strict=True):
+        if x.dtype not in KINDS:
+            raise TypeError(
+                f"Reducer: expected float32, bfloat16 or float16 where entries are picked, got {x.dtype} in {name!r}:"
+                " train with another precision, or with WeightBlocks and Updates"
+            )

@@ -105,6 +105,26 @@ def test_compressor_finds_few_entries_where_denormals_are_flushed(name: str, num
     assert torch.equal(picked.dense(), x)
 
 
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if not row.agreed])
+@pytest.mark.parametrize("numel", [0, 1, 4099, 100_000])
+def test_compressor_takes_up_what_it_may_not_send(name: str, numel: int) -> None:
+    x, residuals = normal(numel), cut(torch.zeros(numel))
+    picked = COMPRESSORS[name].build().compress(Sum(cut(x), residuals), 0, DRAW)
+    assert picked.capacity == 0
+    assert torch.equal(torch.cat(residuals), x)
+
+
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if not row.agreed])
+@pytest.mark.parametrize("small", [64, 8])
+def test_many_small_pieces_count_for_no_more_than_their_entries(name: str, small: int) -> None:
+    """The small ones hold most of the large magnitudes; a sample that saw too many of them would set the bound too high."""
+    pieces = [normal(1_000_000), *(10 * normal(64_000, 1)).split(small)]
+    compressor = COMPRESSORS[name].build()
+    capacity = compressor.capacity(1_064_000, 0.01)
+    values, _ = live(compressor.compress(Vectors(pieces), capacity, DRAW))
+    assert values.numel() > 0.85 * capacity
+
+
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_compressor_is_a_function_of_its_arguments(name: str) -> None:
     x, compressor = normal(200_003), COMPRESSORS[name].build()

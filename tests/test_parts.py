@@ -57,6 +57,7 @@ def test_draws_are_pinned_and_spread() -> None:
     """The numbers are part of the format: other values would change which entries old runs sent."""
     assert Draw(0, 0, "a").bits(3).tolist() == [int(x) for x in Draw(0, 0, "a").bits(5)[:3]]
     assert Draw(7, 3, "layer.weight").bits(2).tolist() == PINNED
+    assert [Draw(7, 3, "layer.weight").word(position) for position in range(2)] == PINNED
     draws = torch.stack([Draw(0, step, "a").bits(1000).double() for step in range(50)]) / 2**32
     assert abs(float(draws.mean()) - 0.5) < 0.01
     assert abs(float(draws.var()) - 1 / 12) < 0.01
@@ -132,6 +133,16 @@ def test_momentum_sum_samples_what_it_will_hold(read: str, scale: float, dtype: 
             assert all(torch.equal(x, y) for x, y in zip(total.pieces(), sums, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(velocities, moved, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(residuals, sums, strict=True))
+
+
+def test_a_sample_of_pieces_is_one_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for sizes in ([7], [0, 0, 3, 0], [1] * 50, [64, 0, 5000, 1, 1, 300, 0], [2, 90_000, 2]):
+        x = torch.rand(sum(sizes), generator=generator)
+        for size in (1, 2, x.numel() // 2 + 1, x.numel(), 2 * x.numel()):
+            draw = Draw(0, size, "w")
+            at = ((torch.arange(size).double() + draw.bits(size) / 2**32) * (x.numel() / size)).long()
+            assert torch.equal(Vectors(x.split(sizes)).sample(size, draw), x[at.clamp(max=x.numel() - 1)])
 
 
 def test_momentum_sum_splits_into_its_pieces() -> None:

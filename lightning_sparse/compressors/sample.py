@@ -41,6 +41,8 @@ def sampled_threshold(accumulator: Accumulator, count: int, sample: float, sprea
         draw: names the positions.
     """
     magnitudes = accumulator.sample(sample_size(accumulator.numel, sample), draw).abs_().nan_to_num_(nan=0.0)  # [m]
+    if magnitudes.numel() == 0:
+        return magnitudes.sum()
     expected = magnitudes.numel() * count / accumulator.numel
     rank = math.ceil(expected + spread * math.sqrt(expected) + (2 if spread else 0))
     rank = min(magnitudes.numel(), max(1, rank))

@@ -46,5 +46,5 @@ class SampledTopK:
     def compress(self, accumulator: Accumulator, capacity: int, draw: Draw) -> SparseVector:
         threshold = sampled_threshold(accumulator, capacity, self.sample, 0.0, draw)
         # a fixed start would favour the front of the vector whenever too many entries qualify
-        start = draw.below(accumulator.numel)
+        start = draw.below(max(1, accumulator.numel))
         return accumulator.select(threshold, capacity, start)[0]

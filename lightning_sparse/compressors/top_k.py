@@ -56,7 +56,7 @@ class TopK:
         return entries(numel, density)
 
     def compress(self, accumulator: Accumulator, capacity: int, draw: Draw) -> SparseVector:
-        if accumulator.numel > _DIRECT and capacity * 8 < accumulator.numel:
+        if accumulator.numel > _DIRECT and 0 < capacity * 8 < accumulator.numel:
             threshold = sampled_threshold(accumulator, capacity, min(0.01, _ABOVE / capacity), 4.0, draw)
             room = 2 * capacity + _DIRECT // 8
             found, count = accumulator.select(threshold, room, 0)
@@ -64,7 +64,7 @@ class TopK:
             if enough and int(count) <= room:
                 return _largest(found, int(count), capacity)
         pieces = accumulator.pieces()
-        if accumulator.numel > _DIRECT:
+        if accumulator.numel > _DIRECT and capacity:
             return _largest_by_threshold(pieces, accumulator.numel, capacity)
         return _largest_of(pieces, capacity)
 
