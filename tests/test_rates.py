@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ def run(tree: str, make: Any, configure: Any, automatic: bool = True, epochs: in
         def training_step(self, batch: list[Tensor]) -> Tensor:
             return self.layer(batch[0]).square().mean()
 
+        def test_step(self, batch: list[Tensor]) -> None:
+            self.layer(batch[0])
+
         def configure_optimizers(self) -> Any:
             return configure(self.parameters())
 
@@ -46,9 +50,9 @@ def run(tree: str, make: Any, configure: Any, automatic: bool = True, epochs: in
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    module = Net()
+    module, resume = Net(), options.pop("ckpt_path", None)
     trainer = pl.Trainer(callbacks=callbacks, **defaults | options)
-    trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2))
+    trainer.fit(module, DataLoader(TensorDataset(x), batch_size=2), ckpt_path=resume)
     return trainer, module
 
 
@@ -181,3 +185,54 @@ def test_accumulation_that_changes_keeps_the_base_batch() -> None:
     gain = trainer.callbacks[0].gain
     assert (gain.scale, gain.micro_batches) == (4, 4)
     assert 6 <= gain.steps <= 4 * 2 + 2 * 4
+
+
+CALLBACKS: dict[str, Any] = {
+    "AdaScaleLR": lambda home: home.AdaScaleLR(steps=18),
+    "AutoWarmup": lambda home: home.AutoWarmup(growth=0.8, test_every=4),
+    "LargeBatchLR": lambda home: home.LargeBatchLR(base_batch=1, warmup_steps=8),
+}
+
+
+def equal(first: Any, second: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_what_a_test_loads_is_not_for_the_next_fit(name: str, tree: str, tmp_path: Path) -> None:
+    path, callback = str(tmp_path / "end.ckpt"), CALLBACKS[name](importlib.import_module(TREES[tree]))
+    options: dict[str, Any] = {"epochs": 4, "accumulate_grad_batches": 2}
+    trainer, first = run(tree, lambda home: [callback], sgd, **options)
+    trainer.save_checkpoint(path)
+    trainer.test(first, DataLoader(TensorDataset(torch.ones(2, 4)), 2), ckpt_path=path, verbose=False)
+    _, second = run(tree, lambda home: [callback], sgd, **options)
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_finder_leaves_no_trace_and_saves_what_a_run_resumes_from(name: str, tmp_path: Path) -> None:
+    pl = importlib.import_module("pytorch_lightning")
+
+    class Finder(pl.Callback):
+        """What finders of learning rates and batch sizes do before training starts."""
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "finder.ckpt")
+            trainer._checkpoint_connector._restore_modules_and_callbacks(tmp_path / "finder.ckpt")
+
+    def two_groups(parameters: Any) -> Any:
+        first, second = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
+
+    make, options = CALLBACKS[name], {"epochs": 4, "accumulate_grad_batches": 2}
+    callback, save = make(importlib.import_module(TREES["pytorch_lightning"])), {"enable_checkpointing": True}
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    _, plain = run("pytorch_lightning", lambda home: [make(home), saver], two_groups, **options, **save)
+    for _ in range(2):
+        _, found = run("pytorch_lightning", lambda home: [callback, Finder()], two_groups, **options)
+        assert equal(plain, found)
+    resumed = {"ckpt_path": tmp_path / "epoch=0.ckpt"}
+    run("pytorch_lightning", lambda home: [make(home), Finder()], two_groups, **options, **resumed)
+    states = [torch.load(tmp_path / f"{x}.ckpt", weights_only=True)["callbacks"][name] for x in ("epoch=0", "finder")]
+    assert str(states[0]) == str(states[1])

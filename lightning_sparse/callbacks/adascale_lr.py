@@ -78,12 +78,17 @@ class AdaScaleRule:
         self.gain = Gain(1, 2 if scale is None else scale, 2, smoothing)
         """What is known now; of the last ``fit`` behind it."""
         self._loaded: Mapping[str, Any] | None = None
+        self._has_begun = False
         self._optimizer: Any = None
         self._scaled: ScaledSteps | None = None
         self._source: Source | None = None
         self._pending: Callable[[], Norms] | None = None
         self._last: int | None = None
         self._base, self._passes, self._accumulated = 1.0, 0, 1
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._has_begun = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._release()
@@ -97,7 +102,7 @@ class AdaScaleRule:
         if self.scale is not None:
             self._base = trainer.world_size * self._accumulated / self.scale
         self._take_gain(self._make_gain(trainer), self._loaded)
-        self._loaded = None
+        self._loaded, self._has_begun = None, True
         self._source = self._find_source(trainer, pl_module)
         if isinstance(optimizer, AdaScale):
             optimizer.driven = True
@@ -147,9 +152,14 @@ class AdaScaleRule:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._release()
+        # for a test or a validation: not for the next fit
+        self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
-        return self.gain.state_dict()
+        """Of the training, or what it will begin with: finders of rates and batches save and load before it starts."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return self.gain.state_dict() if self._has_begun else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # of use when the number of ranks and passes is known

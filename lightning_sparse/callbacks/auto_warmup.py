@@ -86,6 +86,10 @@ class AutoWarmupRule:
         self._sum: Tensor | None = None
         self._passes = self._seen = 0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.warmup = None
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         check_alone(self, trainer.callbacks)
         optimizer = bare_optimizer(trainer, "AutoWarmup")
@@ -139,10 +143,14 @@ class AutoWarmupRule:
         self._trainer = self._optimizer = None
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._trainer = self._optimizer = None
+        # what a test or a validation has loaded is not for the next fit
+        self._trainer = self._optimizer = self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank calls it, unless training ends with an exception: what is pending is averaged first."""
+        if self._loaded is not None:
+            # finders of rates and batches save and load before training starts
+            return dict(self._loaded)
         if self.warmup is None:
             return {}
         if self._trainer is not None and not self._trainer.interrupted:

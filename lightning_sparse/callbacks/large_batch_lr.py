@@ -92,6 +92,10 @@ class BatchLR:
         self._before: int | None = None
         self._factor = 1.0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._ramps = []
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         check_alone(self, [*trainer.callbacks, *trainer.optimizers], "learning rates from the batch")
         self._ramps = [Ramp(self.warmup_steps or self.warmup_epochs) for _ in trainer.optimizers]
@@ -126,12 +130,14 @@ class BatchLR:
         self._steps, self._loaded = [], None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the factor of each optimizer is, and the batch that it is for."""
+        """Where the factor of each optimizer is, and the batch that it is for; before training, what it begins with."""
+        if self._loaded is not None or not self._ramps:
+            return dict(self._loaded or {})
         return {"batch": self._batch, "ramps": [ramp.state_dict() for ramp in self._ramps]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep it until training begins, when the number of optimizers is known."""
-        self._loaded = dict(state_dict)
+        self._loaded = dict(state_dict) or None
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if len(state["ramps"]) != len(self._ramps):
