@@ -165,3 +165,36 @@ def test_many_losses_are_drawn_from_alike_everywhere_and_the_state_goes_on() -> 
     assert resumed.test() == other
     assert [resumed.decide(other), resumed.decide(other)] == [False, True]
     assert BEST / 1.5 < resumed.peak < BEST * 1.5
+
+
+@pytest.mark.parametrize("total", [600, 900, TOTAL, 2 * TOTAL])
+def test_a_state_keeps_its_rates_with_another_number_of_steps(total: int) -> None:
+    errors = (0.05 * draw(TOTAL)).tolist()
+    first = Warmup(TOTAL, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    first.losses = [v_shape(first.rate(step), step) + errors[step] for step in range(300)]
+    second = Warmup(total, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    second.load_state_dict(first.state_dict())
+    third = Warmup(TOTAL, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    third.load_state_dict(second.state_dict())
+    while second.end is None:
+        step = len(second.losses)
+        assert second.rate(step) == third.rate(step) == first.rate(step)
+        second.losses.append(v_shape(second.rate(step), step) + errors[step])
+        if (step + 1) % EVERY == 0 or step + 1 >= second.last_growing:
+            second.decide(second.test())
+    assert second.end <= TOTAL // 2
+    # half of 600 steps are over: the best rate so far is the last one
+    best = first.rate(300) if total == 600 else BEST
+    assert best / 1.5 < second.peak < best * 1.5
+    assert second.rate(total) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_state_with_other_bounds_is_refused_while_the_rate_grows() -> None:
+    first, second = (Warmup(TOTAL, 1e-5, top, 0.5, 0.95, 3, 1.0) for top in (1.0, 2.0))
+    with pytest.raises(ValueError, match=r"expected the lr_min and lr_max .* belong to, 1e-05 and 1.0, got 1e-05 and"):
+        second.load_state_dict(first.state_dict())
+    first.decide(Verdict(1.0, True, 0.4))
+    first.decide(Verdict(1.0, True, 0.4))
+    first.decide(Verdict(1.0, True, 0.4))
+    second.load_state_dict(first.state_dict())
+    assert second.rate(0) == 0.4

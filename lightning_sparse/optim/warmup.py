@@ -54,7 +54,7 @@ class Warmup:
         seed: int = 0,
     ) -> None:
         self.total_steps = total_steps
-        self.last_growing = max(1, int(growth * total_steps))
+        self.last_growing = self._span = max(1, int(growth * total_steps))
         self.losses: list[float] = []
         self.end: int | None = None
         """Step from which on the rate grows no more."""
@@ -106,6 +106,7 @@ class Warmup:
         """Equal on all ranks."""
         return {
             "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "curve": [self._lr_min, self._lr_max, self._span],
             "end": self.end,
             "peak": self.peak,
             "votes": self._votes,
@@ -113,13 +114,26 @@ class Warmup:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` gave. The rate goes on along its curve, whatever the number of steps is now.
+
+        Growth ends where the curve does, or at its share of fewer steps. Raises ValueError while the rate grows, if it
+        grew from or to another one.
+        """
         self.losses = state["losses"].tolist()
         self.end, self.peak = state["end"], float(state["peak"])
+        lr_min, lr_max, span = state["curve"]
+        if self.end is None:
+            if (lr_min, lr_max) != (self._lr_min, self._lr_max):
+                raise ValueError(
+                    f"AutoWarmup: expected the lr_min and lr_max that the checkpoint's losses belong to, {lr_min} and"
+                    f" {lr_max}, got {self._lr_min} and {self._lr_max}: pass those, or begin anew"
+                )
+            self._span = span
+            self.last_growing = min(self.last_growing, span)
         self._votes, self._tests = int(state["votes"]), int(state["tests"])
 
     def _growing(self, step: float) -> float:
-        return self._lr_min * (self._lr_max / self._lr_min) ** (min(step, self.last_growing) / self.last_growing)
+        return self._lr_min * (self._lr_max / self._lr_min) ** (min(step, self._span) / self._span)
 
     def _some(self, x: Tensor, y: Tensor, most: int, name: str) -> tuple[Tensor, Tensor]:
         """At most so many points, without replacement, in order."""
