@@ -171,6 +171,23 @@ class TestAdaScale:
         assert len(gains) == math.ceil(60 / (sum(gains) / len(gains)))
         assert 15 <= len(gains) <= 17
 
+    @pytest.mark.parametrize("noise", [0.0, 1.0])
+    def test_a_step_of_fewer_passes_counts_as_its_share(self, noise: float) -> None:
+        """Of 4 passes, then of 1, with losses divided by 4: the second step is a quarter as long."""
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = AdaScale(torch.optim.SGD([weight], 1.0), passes=4)
+        for passes in (range(4), range(1)):
+            for at in passes:
+                gradient = torch.eye(4)[at] if noise else torch.full((4,), 0.5)
+                ((weight * gradient).sum() / 4).backward()
+                optimizer.observe_pass()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.gain.value == pytest.approx(4 if noise else 1)
+        # noise: as many steps of the base batch as there were passes, and as long a way
+        assert optimizer.gain.steps == pytest.approx(5 if noise else 1.25)
+        assert float(-weight.detach().sum()) == pytest.approx(5 if noise else 1.25 * 2)
+
     def test_power_one_half_and_groups(self) -> None:
         a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
         inner = torch.optim.SGD([{"params": [a], "lr": 1.0}, {"params": [b], "lr": torch.tensor(0.5)}])

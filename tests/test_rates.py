@@ -39,7 +39,7 @@ def run(tree: str, make: Any, configure: Any, automatic: bool = True, epochs: in
             return configure(self.parameters())
 
     callbacks = make(home)
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    x = options.pop("x", torch.randn(16, 4, generator=torch.Generator().manual_seed(0)))
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -171,6 +171,35 @@ def test_a_wrapper_and_a_callback_make_the_same_of_one_rank(tree: str) -> None:
     before, weight.grad = weight.detach().clone(), torch.ones_like(weight)
     plain[0].optimizers[0].step()
     torch.testing.assert_close(before - weight.detach(), torch.full_like(weight, 0.1))
+
+
+def test_a_last_step_of_fewer_passes_counts_as_its_share() -> None:
+    """Gradients of all passes are the same, so that the gain is 1; the last step of an epoch has 2 passes of 6."""
+
+    def same(parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "interval": "step"}]
+
+    options = {"epochs": 5, "accumulate_grad_batches": 6, "x": torch.ones(16, 4)}
+    trainer, _ = run("pytorch_lightning", lambda home: [home.AdaScaleLR()], same, **options)
+    assert trainer.callbacks[0].gain.steps == pytest.approx(5 * (1 + 2 / 6))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 6 < trainer.global_step == 10
+
+
+@pytest.mark.parametrize("frequency", [1, 4])
+def test_schedulers_step_once_in_so_many_scale_invariant_steps(frequency: int) -> None:
+    def configure(parameters: Any) -> Any:
+        optimizer = sgd(parameters)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": frequency}]
+
+    trainer, _ = run(
+        "pytorch_lightning", lambda home: [home.AdaScaleLR()], configure, epochs=4, accumulate_grad_batches=4
+    )
+    config, steps = trainer.lr_scheduler_configs[0], trainer.callbacks[0].gain.steps
+    assert config.scheduler.last_epoch == int(steps) // frequency
+    assert trainer.global_step < steps
+    assert config.frequency == frequency
 
 
 def test_accumulation_that_changes_keeps_the_base_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,10 +29,11 @@ class AdaScaleRule:
     """Multiplies each group's learning rate by its gain, for every step, and counts steps by what they are worth.
 
     Keep learning rate, schedule and ``max_steps`` of the base batch, and train on more ranks or with more accumulation:
-    a step counts as ``gain`` steps, between 1 and ``scale``. Schedulers with ``interval="step"`` advance by whole
-    scale-invariant steps, and training stops when ``steps`` of them are made. The gain of a step comes from the steps
-    before it, so that nobody waits for norms; it is equal on all ranks. Works with automatic optimization and one
-    optimizer, whether it is wrapped in ``AdaScale`` or not; clipping comes after the measurement.
+    a step counts as ``gain`` steps, between 1 and ``scale``, and one of fewer passes, as at the end of an epoch, as its
+    share of them. Schedulers with ``interval="step"`` advance once in ``frequency`` whole scale-invariant steps, and
+    training stops when ``steps`` of them are made. The gain of a step comes from the steps before it, so that nobody
+    waits for norms; it is equal on all ranks. Works with automatic optimization and one optimizer, whether it is
+    wrapped in ``AdaScale`` or not; clipping comes after the measurement.
 
     Several ranks need ``strategy="sparse_ddp"``, where each rank's gradient is seen before it is averaged. The mean is
     seen only if gradients are exchanged at density 1. Otherwise, and with ``Updates``, where no mean gradient is ever
@@ -81,6 +83,7 @@ class AdaScaleRule:
         self._has_begun = False
         self._optimizer: Any = None
         self._scaled: ScaledSteps | None = None
+        self._schedulers: list[tuple[Any, int]] = []
         self._source: Source | None = None
         self._pending: Callable[[], Norms] | None = None
         self._last: int | None = None
@@ -104,6 +107,7 @@ class AdaScaleRule:
         self._take_gain(self._make_gain(trainer), self._loaded)
         self._loaded, self._has_begun = None, True
         self._source = self._find_source(trainer, pl_module)
+        self._take_schedulers(trainer)
         if isinstance(optimizer, AdaScale):
             optimizer.driven = True
         else:
@@ -140,8 +144,9 @@ class AdaScaleRule:
         norms, worth = pending(), self.gain.value
         self.gain.grow(len(norms.each))
         if self.gain.update(norms.each, norms.mean, norms.samples, norms.passes):
-            self.gain.advance(worth)
-        self._drive(trainer, pl_module)
+            # Lightning divides losses by the passes of a whole step: a gradient of fewer is shorter
+            self.gain.advance(worth * norms.samples * norms.passes / self.gain.micro_batches)
+        self._drive(pl_module)
         trainer.should_stop |= self._is_over()
         if trainer.global_step % trainer.log_every_n_steps == 0 or trainer.fast_dev_run:
             for name, value in self._figures().items():
@@ -197,13 +202,19 @@ class AdaScaleRule:
         self.gain.grow(groups)
         return [self.gain.of_group(at) ** self.power for at in range(groups)]
 
-    def _drive(self, trainer: Any, pl_module: Any) -> None:
-        """Step schedulers, which Lightning has stepped once, to the scale-invariant steps that were made."""
-        made = int(self.gain.steps) if self._last is None else min(int(self.gain.steps), self._last)
+    def _take_schedulers(self, trainer: Any) -> None:
+        """Lightning, which counts batches, never comes to the step of a scheduler that follows scale-invariant ones."""
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
-                while config.scheduler.last_epoch < made // config.frequency:
-                    pl_module.lr_scheduler_step(config.scheduler, None)
+                self._schedulers.append((config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def _drive(self, pl_module: Any) -> None:
+        """Step schedulers to the scale-invariant steps that were made."""
+        made = int(self.gain.steps) if self._last is None else min(int(self.gain.steps), self._last)
+        for config, frequency in self._schedulers:
+            while config.scheduler.last_epoch < made // frequency:
+                pl_module.lr_scheduler_step(config.scheduler, None)
 
     def _is_over(self) -> bool:
         return self._last is not None and self.gain.steps >= self._last
@@ -224,6 +235,9 @@ class AdaScaleRule:
             self._scaled.close()
         if isinstance(self._optimizer, AdaScale):
             self._optimizer.driven = False
+        for config, frequency in self._schedulers:
+            config.frequency = frequency
+        self._schedulers = []
         self._optimizer = self._scaled = self._source = self._pending = self._last = None
 
 

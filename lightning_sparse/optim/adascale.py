@@ -24,7 +24,8 @@ class AdaScale(Optimizer):
     when that reaches the number of steps meant for the base batch. Under a Trainer, ``AdaScaleLR`` does all of it. In a
     loop of your own, call ``observe_pass`` behind every backward pass and before gradients are averaged over ranks;
     ``observe_mean`` behind that, if gradients are clipped; then ``step`` and ``zero_grad``. It makes no difference
-    whether losses are divided by the number of passes. Put it around any sharding of optimizer states, not inside.
+    whether losses are divided by ``passes``; a step of fewer, as at the end of an epoch, counts as its share of them.
+    Put it around any sharding of optimizer states, not inside.
 
     Args:
         optimizer: is stepped; ``param_groups``, ``state`` and ``defaults`` stay its own.
@@ -119,15 +120,14 @@ class AdaScale(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_made = self.driven or self._take_up()
+        share = 0.0 if self.driven else self._take_up()
         factors = [self.gain.of_group(at) ** self.power for at in range(len(self.param_groups))]
         self._rates.multiply(self.param_groups, factors)
         try:
             self.inner.step()
         finally:
             self._rates.give_back()
-        if is_made and not self.driven:
-            self.gain.advance(self.gain.value)
+        self.gain.advance(share * self.gain.value)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,7 +152,8 @@ class AdaScale(Optimizer):
         if gain is not None:
             self.gain.load_state_dict(gain)
 
-    def _take_up(self) -> bool:
+    def _take_up(self) -> float:
+        """Bring the gain up to date; the share of a whole step's passes that this one has, 0 if one is not finite."""
         each, count = self._passes.take()
         if not count:
             raise RuntimeError(
@@ -166,7 +167,10 @@ class AdaScale(Optimizer):
         mean, self._mean = self._mean.to(each.device) / count**2, None
         averaged = self._average(torch.cat([each, mean])).tolist()
         groups = len(self.param_groups)
-        return self.gain.update(averaged[:groups], averaged[groups:], count * self._world_size)
+        samples = count * self._world_size
+        if not self.gain.update(averaged[:groups], averaged[groups:], samples):
+            return 0.0
+        return min(1.0, samples / self.gain.micro_batches)
 
 
 def check_power(power: float) -> None:

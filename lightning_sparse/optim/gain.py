@@ -42,7 +42,7 @@ class Gain:
         self.micro_batches = micro_batches
         self.smoothing = smoothing if smoothing is not None else max(1 - micro_batches / 1000, 0.0)
         self.steps = 0.0
-        """Scale-invariant steps so far: the sum of the gains of all steps that were made."""
+        """Scale-invariant steps so far: the sum of the gains of all steps that were made, or of their shares."""
         self._variances = [0.0] * groups
         self._means = [0.0] * groups
         self._weight = 0.0
