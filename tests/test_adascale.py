@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +280,26 @@ class TestAdaScale:
         scheduler.step()
         assert seen == [0.3]
         assert optimizer.param_groups[0]["lr"] == 0.15
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    @pytest.mark.parametrize("seen", [0, 1, 2])
+    def test_a_copy_steps_itself_though_a_scheduler_is_attached(self, duplicate: Any, seen: int) -> None:
+        """Within a step too: copies of parameters have no gradients, so it begins anew."""
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = AdaScale(torch.optim.SGD([weight], 1.0), passes=2)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for row in torch.eye(2)[:seen]:
+            (weight * row).sum().backward()
+            optimizer.observe_pass()
+        other = duplicate(optimizer)
+        copied = other.param_groups[0]["params"][0]
+        for row in torch.eye(2):
+            (copied * row).sum().backward()
+            other.observe_pass()
+        other.step()
+        assert other.gain.value == pytest.approx(2)
+        assert copied.tolist() == pytest.approx([-2, -2])
+        assert weight.tolist() == [0, 0]
 
     def test_sgd_stays_linear_in_the_gradient_for_the_exchange(self) -> None:
         weight = nn.Parameter(torch.zeros(1))

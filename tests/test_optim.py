@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.arguments import is_linear
+from lightning_sparse.communicators import ProcessGroup
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.optim import LAMB, LARS, PTO
 from lightning_sparse.optim.operators import deal
@@ -218,6 +220,16 @@ def test_a_copy_steps_as_the_original(kind: Any) -> None:
         x.step()
     pairs = zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_a_copy_keeps_who_computes_and_how(kind: Any, duplicate: Any) -> None:
+    operator = PTO(ProcessGroup.__new__(ProcessGroup))
+    other = duplicate(kind(problem(), lr=0.1, operator=operator, fused=False))
+    assert isinstance(other.operator, PTO)
+    assert other.operator._transport is None  # of its own, when it is called
+    assert other._fused is False
 
 
 @pytest.mark.parametrize("kind", [LARS, LAMB])

@@ -82,7 +82,7 @@ class AdaScale(Optimizer):
         self.driven = False
         """Whether somebody else, such as ``AdaScaleLR``, keeps ``gain`` up to date."""
         self._world_size = world_size
-        self._average: Average = average if average is not None else lambda buffer: buffer
+        self._average: Average = average if average is not None else _of_one_rank
         self._passes = Passes()
         self._mean: Tensor | None = None
         self._rates = Borrowed()
@@ -90,8 +90,11 @@ class AdaScale(Optimizer):
         super().__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's holds what is the other optimizer's
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
+        # torch's holds what is the other optimizer's; what a scheduler has put here is bound to this one
+        attached = ("step", "_opt_called")
+        own = {k: x for k, x in self.__dict__.items() if k not in attached and not k.startswith("_optimizer_")}
+        # copies of parameters have no gradients, so a copy begins its step anew
+        return {**own, "_passes": Passes(), "_mean": None}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -171,6 +174,10 @@ class AdaScale(Optimizer):
         if not self.gain.update(averaged[:groups], averaged[groups:], samples):
             return 0.0
         return min(1.0, samples / self.gain.micro_batches)
+
+
+def _of_one_rank(buffer: Tensor) -> Tensor:
+    return buffer
 
 
 def check_power(power: float) -> None:

@@ -98,11 +98,9 @@ class Layerwise(Optimizer):
                     buffer = torch.empty_like(parameter, dtype=torch.float32)
                     self.state[parameter][kind] = buffer.copy_(saved[kind])
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # a copy has what torch copies, and this besides
-        self.__dict__.setdefault("operator", Serial())
-        self.__dict__.setdefault("_fused", True)
-        super().__setstate__(state)
+    def __getstate__(self) -> dict[str, Any]:
+        # what torch copies, and what is not given by group
+        return {**super().__getstate__(), "operator": self.operator, "_fused": self._fused}
 
     def _check(self, group: dict[str, Any]) -> None:
         name = type(self).__name__

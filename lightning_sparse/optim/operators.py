@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,10 @@ class PTO:
         if isinstance(self._transport, ProcessGroup):
             self._transport.close()
             self._transport = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process group cannot be copied: the copy makes one of its own
+        return {**self.__dict__, "_transport": None if isinstance(self._transport, ProcessGroup) else self._transport}
 
     def _open(self) -> Transport | None:
         if self._transport is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
