@@ -6,6 +6,8 @@ import copy
 import math
 import pickle
 from collections.abc import Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.arguments import is_linear
+from lightning_sparse.callbacks.norms import TappedGradients
 from lightning_sparse.communicators import VirtualRanks
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.gain import Gain
@@ -80,6 +83,16 @@ class TestGain:
                 feed(gain, draw(3, 2, seed=10 * seed + step) + seed / 25)
                 assert 1 <= gain.value <= 5
 
+    def test_a_step_may_be_the_base_batch_or_less(self) -> None:
+        known = Gain(1, 4, 4)
+        known.update([4.0], [1.0], 4)  # noise alone
+        for scale, micro_batches in ((1, 1), (0.5, 2), (2, 2)):
+            gain = Gain(1, scale, micro_batches)
+            gain.load_state_dict(known.state_dict())
+            assert gain.value == scale
+            assert gain.update([1.0], [1.0], 1)  # one sample tells nothing
+            assert gain.value == scale
+
     def test_running_means_are_plain_means_at_first(self) -> None:
         gain = Gain(1, 2, 2, smoothing=0.998)
         for values in (1.0, 3.0):
@@ -121,6 +134,30 @@ class TestGain:
         assert finer.variance == 2 * gain.variance
         with pytest.raises(ValueError, match="expected a state of 2 parameter groups, got one of 1"):
             Gain(2, 4, 4).load_state_dict(gain.state_dict())
+
+
+def test_groups_that_are_added_are_seen_in_the_gradients_of_ranks() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    groups = [{"params": [a]}]
+    reducer: Any = SimpleNamespace(averages_all=lambda step: True, transport=SimpleNamespace(world_size=2))
+
+    def submit_mean(buffer: Tensor) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        future.set_result(buffer)
+        return future
+
+    reducer.submit_mean = submit_mean
+    tap: Any = SimpleNamespace(observers=[])
+    source = TappedGradients(lambda: groups, {id(a): "a", id(b): "b"}, tap, reducer)
+    for step, expected in enumerate([[2.0], [2.0, 3.0]]):
+        gradients = {"names": ["a"], "inputs": [torch.ones(2)], "dense_names": ["b"], "dense_inputs": [torch.ones(3)]}
+        job: Any = SimpleNamespace(step=step, memory=SimpleNamespace(norm=lambda: 0), **gradients)
+        source.before(job)
+        source.after(SimpleNamespace(picked=SimpleNamespace(job=job)))
+        norms = source.before_step(1, 1)()
+        assert norms.each == pytest.approx(expected)
+        assert norms.mean == pytest.approx(expected)
+        groups.append({"params": [b]})
 
 
 class TestAdaScale:
@@ -300,6 +337,18 @@ class TestAdaScale:
         assert other.gain.value == pytest.approx(2)
         assert copied.tolist() == pytest.approx([-2, -2])
         assert weight.tolist() == [0, 0]
+
+    def test_a_group_that_the_other_optimizer_gets_has_a_gain(self) -> None:
+        a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        optimizer = AdaScale(torch.optim.SGD([a], 1.0), passes=2)
+        optimizer.inner.add_param_group({"params": [b]})
+        assert len(optimizer.state_dict()["adascale"]["means"]) == 2
+        for row in torch.eye(2):
+            (a.sum() + (b * row).sum()).backward()
+            optimizer.observe_pass()
+        optimizer.step()
+        assert (a.tolist(), b.tolist()) == ([-2, -2], [-2, -2])
+        assert [optimizer.gain.of_group(at) for at in range(2)] == pytest.approx([1, 2])
 
     def test_sgd_stays_linear_in_the_gradient_for_the_exchange(self) -> None:
         weight = nn.Parameter(torch.zeros(1))

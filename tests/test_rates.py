@@ -202,6 +202,45 @@ def test_schedulers_step_once_in_so_many_scale_invariant_steps(frequency: int) -
     assert config.frequency == frequency
 
 
+@pytest.mark.parametrize(("scale", "last"), [(None, 4), (2, 4), (None, 1), (2, 1), (2, 2), (8, 1)])
+def test_resuming_where_accumulation_has_changed_is_exact(scale: int | None, last: int, tmp_path: Path) -> None:
+    """From 4 passes, or 2, to 4, 2 or 1: the base batch is that of the first epoch, and a step may become as small."""
+    pl = importlib.import_module("pytorch_lightning")
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+
+    def make(home: Any) -> list[Any]:
+        return [home.AdaScaleLR(scale), pl.callbacks.GradientAccumulationScheduler({0: 4 if last < 4 else 2, 1: last})]
+
+    trainer, whole = run("pytorch_lightning", lambda h: [*make(h), saver], sgd, epochs=2, enable_checkpointing=True)
+    other, rest = run("pytorch_lightning", make, sgd, epochs=2, ckpt_path=tmp_path / "epoch=0.ckpt")
+    gains = [x.callbacks[0].gain for x in (trainer, other)]
+    assert gains[0].state_dict() == gains[1].state_dict()
+    assert equal(whole, rest)
+    assert gains[0].scale == (scale or (4 if last < 4 else 2)) * last / (4 if last < 4 else 2)
+    assert min(1, gains[0].scale) <= gains[0].value <= max(1, gains[0].scale)
+
+
+def test_groups_that_are_added_on_the_way_have_gains_too() -> None:
+    pl = importlib.import_module("pytorch_lightning")
+
+    class Later(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.optimizers[0].add_param_group({"params": [module.layer.bias]})
+                assert len(trainer.callbacks[0].state_dict()["means"]) == 2
+
+    def make(home: Any) -> list[Any]:
+        return [home.AdaScaleLR(), Later(), pl.callbacks.GradientAccumulationScheduler({0: 2, 1: 4})]
+
+    def one(parameters: Any) -> Any:
+        return sgd([next(parameters)])
+
+    trainer, _ = run("pytorch_lightning", make, one, epochs=2)
+    gain = trainer.callbacks[0].gain
+    assert gain.scale == 4
+    assert gain.of_group(1) > 1
+
+
 def test_accumulation_that_changes_keeps_the_base_batch() -> None:
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
 

@@ -41,19 +41,23 @@ class AdaScaleRule:
     ``Updates`` they are those of gradients at each rank's own weights. One rank needs accumulation, any strategy, and
     memory for one more copy of the gradients.
 
+    Accumulation may change between epochs (``GradientAccumulationScheduler``), in both directions: the base batch stays
+    that of the first epoch. A step of one micro-batch tells nothing of the noise, and goes by what is known.
+
     Logs, at the Trainer's ``log_every_n_steps``: ``adascale/gain``, ``adascale/variance`` (sigma^2, of a base batch),
     ``adascale/mean`` (mu^2), ``adascale/noise_scale`` (sigma^2 / mu^2, in base batches) and ``adascale/steps``.
 
     Args:
-        scale: batch of one step over the base batch, above 1; None takes ranks times accumulated passes.
+        scale: batch of one step, in the first epoch, over the base batch, above 1; None takes ranks times accumulated
+            passes.
         steps: scale-invariant steps after which training stops; None takes the Trainer's ``max_steps``, if it has one.
         smoothing: of the estimates, see ``Gain``.
         power: of the gain on the learning rate; 1 is the paper's, for SGD, 0.5 the square-root rule for Adam. Scale
             (if none is given here) and power of an ``AdaScale`` that is there are kept.
 
     Raises:
-        ValueError: when training starts, if there is one micro-batch a step, several ranks under another strategy,
-            manual optimization, or another callback that rules the learning rate.
+        ValueError: when training starts, if there is never more than one micro-batch a step, several ranks under
+            another strategy, manual optimization, or another callback that rules the learning rate.
 
     Source: Johnson et al., "AdaScale SGD", ICML 2020, https://proceedings.mlr.press/v119/johnson20a.html, Algorithm 1.
 
@@ -99,11 +103,14 @@ class AdaScaleRule:
         optimizer = bare_optimizer(trainer, "AdaScaleLR")
         _check_schedulers(trainer)
         self._optimizer = optimizer
-        self._passes, self._accumulated = 0, _accumulated(trainer)
+        self._passes, self._accumulated = 0, _accumulated(trainer, trainer.current_epoch)
         wrapper = optimizer.gain if isinstance(optimizer, AdaScale) else None
         self._base = 1.0 if wrapper is None else wrapper.micro_batches / wrapper.scale
         if self.scale is not None:
-            self._base = trainer.world_size * self._accumulated / self.scale
+            # also where a run resumes in a later epoch
+            self._base = trainer.world_size * _accumulated(trainer, 0) / self.scale
+        most = trainer.world_size * _most_accumulated(trainer)
+        check_scale(most / self._base, most, None)
         self._take_gain(self._make_gain(trainer), self._loaded)
         self._loaded, self._has_begun = None, True
         self._source = self._find_source(trainer, pl_module)
@@ -124,6 +131,7 @@ class AdaScaleRule:
         if self._source is not None and trainer.accumulate_grad_batches != self._accumulated:
             # a scheduler of the accumulation: the base batch stays what it was
             self._accumulated = trainer.accumulate_grad_batches
+            self.gain.grow(len(self._optimizer.param_groups))
             self._take_gain(self._make_gain(trainer), self.gain.state_dict())
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -164,6 +172,8 @@ class AdaScaleRule:
         """Of the training, or what it will begin with: finders of rates and batches save and load before it starts."""
         if self._loaded is not None:
             return dict(self._loaded)
+        if self._optimizer is not None:
+            self.gain.grow(len(self._optimizer.param_groups))
         return self.gain.state_dict() if self._has_begun else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,7 +182,6 @@ class AdaScaleRule:
 
     def _make_gain(self, trainer: Any) -> Gain:
         micro_batches = trainer.world_size * self._accumulated
-        check_scale(2, micro_batches, None)
         return Gain(len(self._optimizer.param_groups), micro_batches / self._base, micro_batches, self.smoothing)
 
     def _take_gain(self, gain: Gain, state: Mapping[str, Any] | None) -> None:
@@ -241,12 +250,18 @@ class AdaScaleRule:
         self._optimizer = self._scaled = self._source = self._pending = self._last = None
 
 
-def _accumulated(trainer: Any) -> int:
-    """Passes of the first step, also where a callback will set them when the epoch begins."""
+def _accumulated(trainer: Any, epoch: int) -> int:
+    """Passes of a step in an epoch, also where a callback sets them when it begins."""
     for callback in trainer.callbacks:
         if hasattr(callback, "get_accumulate_grad_batches"):
-            return int(callback.get_accumulate_grad_batches(trainer.current_epoch))
+            return int(callback.get_accumulate_grad_batches(epoch))
     return int(trainer.accumulate_grad_batches)
+
+
+def _most_accumulated(trainer: Any) -> int:
+    """Passes of the largest step to come."""
+    changes = [epoch for callback in trainer.callbacks for epoch in getattr(callback, "scheduling", ())]
+    return max(_accumulated(trainer, epoch) for epoch in (0, *changes))
 
 
 def _check_schedulers(trainer: Any) -> None:

@@ -106,9 +106,9 @@ class TappedGradients:
     def __init__(
         self, groups: Callable[[], Groups], names: Mapping[int, str], tap: GradientsTap, reducer: Reducer
     ) -> None:
-        self._reducer = reducer
-        self._count, self._device = len(groups()), device_of(groups())
-        self._owner = {names[id(p)]: at for at, group in enumerate(groups()) for p in group["params"] if id(p) in names}
+        self._groups, self._names, self._reducer = groups, names, reducer
+        self._device = device_of(groups())
+        self._assign()
         self._each: list[Tensor] = []
         self._sketches: list[Tensor] = []
         self._means: list[Tensor] = []
@@ -150,10 +150,17 @@ class TappedGradients:
         mine = [(x, self._owner[name]) for name, x in pairs if name in self._owner]
         return [x for x, _ in mine], [at for _, at in mine]
 
+    def _assign(self) -> None:
+        """Find out whose parameters are whose: groups may be added between steps."""
+        groups, names = self._groups(), self._names
+        self._count = len(groups)
+        self._owner = {names[id(p)]: at for at, group in enumerate(groups) for p in group["params"] if id(p) in names}
+
     def _begin(self, job: Job) -> None:
         """Once a step: find out whether what comes back is the mean of what comes in, and of nothing else."""
         if job.step == self._step:
             return
+        self._assign()
         is_dense = self._reducer.averages_all(job.step) and not isinstance(job.memory, MomentumResidual)
         # the first dense exchange behind a sparse one takes along what was kept
         is_empty = job.memory.norm() == 0 if self._step is None else self._was_dense

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.optim.gain import Gain
+from lightning_sparse.optim.gain import Gain, check_scale
 from lightning_sparse.optim.norms import Passes, group_squares
 from lightning_sparse.optim.rates import Borrowed
 
@@ -74,10 +74,10 @@ class AdaScale(Optimizer):
             raise ValueError(f"AdaScale: expected average= for {world_size} ranks, got None: pass the mean over ranks")
         check_power(power)
         micro_batches = passes * world_size
+        scale = micro_batches if scale is None else scale
+        check_scale(scale, micro_batches, smoothing)
         self.inner = optimizer
-        self.gain = Gain(
-            len(optimizer.param_groups), micro_batches if scale is None else scale, micro_batches, smoothing
-        )
+        self.gain = Gain(len(optimizer.param_groups), scale, micro_batches, smoothing)
         self.power = power
         self.driven = False
         """Whether somebody else, such as ``AdaScaleLR``, keeps ``gain`` up to date."""
@@ -145,6 +145,7 @@ class AdaScale(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The other optimizer's, with the gain under ``"adascale"``."""
+        self.gain.grow(len(self.param_groups))
         return {**self.inner.state_dict(), "adascale": self.gain.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -170,6 +171,7 @@ class AdaScale(Optimizer):
         mean, self._mean = self._mean.to(each.device) / count**2, None
         averaged = self._average(torch.cat([each, mean])).tolist()
         groups = len(self.param_groups)
+        self.gain.grow(groups)
         samples = count * self._world_size
         if not self.gain.update(averaged[:groups], averaged[groups:], samples):
             return 0.0
