@@ -253,6 +253,23 @@ def test_layouts_unused_parameters_and_closures(kind: Any) -> None:
     assert not optimizer.state[unused]
 
 
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_a_memory_format_that_changes_changes_nothing(kind: Any) -> None:
+    x, *steps = torch.randn(7, 4, 4, 3, 2, generator=torch.Generator().manual_seed(0))
+    plain, changing = nn.Conv2d(4, 4, (3, 2), bias=False), nn.Conv2d(4, 4, (3, 2), bias=False)
+    optimizers = []
+    for layer in (plain, changing):
+        layer.weight.data.copy_(x)
+        optimizers.append(kind([layer.weight], lr=0.1))
+    formats = [torch.contiguous_format, *2 * [torch.channels_last], *3 * [torch.contiguous_format]]
+    for g, memory_format in zip(steps, formats, strict=True):
+        changing.to(memory_format=memory_format)
+        for layer, optimizer in zip((plain, changing), optimizers, strict=True):
+            layer.weight.grad = g.clone()
+            optimizer.step()
+        torch.testing.assert_close(changing.weight, plain.weight, rtol=1e-5, atol=1e-6)
+
+
 def test_groups_have_options_of_their_own() -> None:
     a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     optimizer = LARS([{"params": [a], "trust_coefficient": 0.5}, {"params": [b], "lr": 0.25}], lr=1.0)

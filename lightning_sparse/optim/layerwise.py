@@ -123,6 +123,9 @@ class Layerwise(Optimizer):
             for kind in self._BUFFERS:
                 if kind not in state:
                     state[kind] = torch.zeros_like(parameter, dtype=torch.float32)
+                elif state[kind].stride() != parameter.stride():
+                    # the memory format has changed since
+                    state[kind] = torch.empty_like(parameter, dtype=torch.float32).copy_(state[kind])
             state["step"] = int(state.get("step", 0)) + 1
             key = (parameter.device, parameter.ndim >= group["min_ndim"], state["step"])
             if key not in found:
