@@ -146,6 +146,31 @@ def test_arguments_are_checked(name: str, options: dict[str, Any], message: str)
         getattr(home, name)(**options)
 
 
+def test_a_run_that_is_too_short_to_find_a_rate_is_warned_and_takes_a_careful_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_sparse"):
+        # the loss grows with the rate
+        x = (1 + torch.arange(16.0)).repeat_interleave(4).view(16, 4)
+        trainer, _ = run("pytorch_lightning", lambda home: [home.AutoWarmup(lr_max=1e-4)], sgd, epochs=2, x=x)
+    assert "AutoWarmup: expected at least 10 steps in which the rate grows, got 8 of 16 with growth=0.5" in caplog.text
+    assert "AutoWarmup: expected at least 10 finite losses while the rate grew, got fewer" in caplog.text
+    assert trainer.callbacks[0].warmup.peak == 1e-5
+
+
+def test_a_rate_without_evidence_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_sparse"):
+        trainer, _ = run(
+            "pytorch_lightning",
+            lambda home: [home.AutoWarmup(test_every=4)],
+            sgd,
+            epochs=4,
+            x=torch.full((16, 4), math.nan),
+        )
+    assert "AutoWarmup: expected at least 10 finite losses while the rate grew, got fewer" in caplog.text
+    assert trainer.callbacks[0].warmup.peak == 1e-5
+
+
 def test_schedulers_of_epochs_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning_sparse"):
         trainer, _ = run(

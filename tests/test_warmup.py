@@ -119,8 +119,19 @@ def test_single_bad_losses_are_left_out() -> None:
     nothing = search(lambda rate, step: math.nan, 0.0)
     assert nothing.end == TOTAL // 2
     few = search(lambda rate, step: 1.0 if step < 9 else math.nan, 0.0)
-    # the last rate that a loss is known for, and not the one that was reached
+    # of equal losses the last one that is known, and not the rate that was reached
     assert few.peak == pytest.approx(1e-5 * 1e5 ** (8 / (TOTAL // 2)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("losses", "best"), [([], 0), (range(9), 0), ([3, 2, 1, 2, math.nan, math.inf, 4], 2)])
+def test_too_few_losses_are_no_evidence_and_give_the_rate_of_the_lowest(losses: list[float], best: int) -> None:
+    warmup = Warmup(18, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    warmup.losses = [float(loss) for loss in losses]
+    verdict = warmup.test()
+    assert not verdict.has_evidence
+    assert verdict.rate == warmup.rate(best)
+    warmup.losses = [1.0 + at for at in range(10)]
+    assert warmup.test().has_evidence
 
 
 def test_only_tests_in_a_row_count() -> None:

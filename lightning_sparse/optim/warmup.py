@@ -17,7 +17,8 @@ from lightning_sparse.random import Draw
 _LENGTHSCALE = 0.2
 _FIT_POINTS, _TEST_POINTS, _TESTS = 100, 500, 5
 _SLACK = 1e-4
-_LEAST = 10
+LEAST = 10
+"""Losses that a test needs."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Verdict:
     confidence: float
     is_past: bool
     rate: float
+    has_evidence: bool = True
 
 
 class Warmup:
@@ -74,10 +76,14 @@ class Warmup:
         return self.peak * 0.5 * (1 + math.cos(math.pi * done))
 
     def test(self) -> Verdict:
-        """Look at all losses so far. Changes nothing, and gives the same on every machine of a kind."""
+        """Look at all losses so far. Changes nothing, and gives the same on every machine of a kind.
+
+        Too few of them are no evidence: the rate is that of the lowest one, the latest if they are equal.
+        """
         points = _usable(self.losses)
-        if len(points) < _LEAST:
-            return Verdict(0.0, False, self._growing(points[-1][0] if points else 0))
+        if len(points) < LEAST:
+            lowest = min(points, key=lambda point: (point[1], -point[0]), default=(0, math.nan))
+            return Verdict(0.0, False, self._growing(lowest[0]), has_evidence=False)
         last = len(self.losses) - 1
         x = torch.tensor([at / last for at, _ in points], dtype=torch.float64)
         y = torch.tensor([loss for _, loss in points], dtype=torch.float64)
@@ -151,7 +157,7 @@ def _usable(losses: Sequence[float]) -> list[tuple[int, float]]:
     so does a run of losses at the end that are not finite. Single ones, as of steps that are skipped, are left out.
     """
     finite = [(at, loss) for at, loss in enumerate(losses) if math.isfinite(loss)]
-    if len(finite) < _LEAST:
+    if len(finite) < LEAST:
         return finite
     width = max(5, len(finite) // 20)
     first = [loss for _, loss in finite[:width]]
