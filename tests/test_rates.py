@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
@@ -65,6 +66,12 @@ def with_epochs(parameters: Any) -> Any:
     return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+def chained(parameters: Any) -> Any:
+    optimizer = sgd(parameters)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ChainedScheduler(parts), "interval": "step"}]
+
+
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "both": (
         lambda home: [home.AutoWarmup(), home.AdaScaleLR()],
@@ -95,6 +102,12 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         sgd,
         {"max_epochs": -1},
         "AutoWarmup: expected a known number of steps, got inf",
+    ),
+    "chain": (
+        lambda home: [home.AdaScaleLR()],
+        chained,
+        {"accumulate_grad_batches": 2},
+        "AdaScaleLR: expected schedulers that count their steps in last_epoch, got ChainedScheduler: return the",
     ),
     "manual": (
         lambda home: [home.AutoWarmup()],
@@ -329,3 +342,65 @@ def test_a_finder_leaves_no_trace_and_saves_what_a_run_resumes_from(name: str, t
     run("pytorch_lightning", lambda home: [make(home), Finder()], two_groups, **options, **resumed)
     states = [torch.load(tmp_path / f"{x}.ckpt", weights_only=True)["callbacks"][name] for x in ("epoch=0", "finder")]
     assert str(states[0]) == str(states[1])
+
+
+SCALED = {name: CALLBACKS[name] for name in ("AdaScaleLR", "LargeBatchLR")}
+
+
+@pytest.mark.parametrize("rate", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_rate_that_is_set_within_a_step_stays_and_is_warned_of_once(
+    name: str, rate: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pl = importlib.import_module("pytorch_lightning")
+
+    class Setter(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            group = optimizer.param_groups[0]
+            if isinstance(rate, Tensor):
+                group["lr"].fill_(0.125)
+            else:
+                group["lr"] = 0.125
+
+    def configure(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=rate)
+
+    with caplog.at_level(logging.WARNING, "lightning_sparse"):
+        trainer, _ = run(
+            "pytorch_lightning", lambda home: [SCALED[name](home), Setter()], configure, accumulate_grad_batches=2
+        )
+    assert caplog.text.count(f"{name}: expected learning rates that stay while the optimizer steps, got one") == 1
+    assert float(trainer.optimizers[0].param_groups[0]["lr"]) == 0.125
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_an_exception_that_somebody_catches_leaves_the_groups_own_rates(name: str) -> None:
+    pl, seen = importlib.import_module("pytorch_lightning"), []
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if len(seen) == 4:
+                raise ArithmeticError
+
+    class Catching(pl.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            step = module.optimizer_step
+
+            def caught(*args: Any) -> None:
+                with contextlib.suppress(ArithmeticError):
+                    step(*args)
+
+            module.optimizer_step = caught
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    run(
+        "pytorch_lightning",
+        lambda home: [SCALED[name](home), Catching()],
+        lambda parameters: Failing(parameters, lr=0.25),
+        epochs=2,
+        accumulate_grad_batches=2,
+    )
+    assert seen == [0.25] * 16

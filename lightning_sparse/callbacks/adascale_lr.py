@@ -33,7 +33,8 @@ class AdaScaleRule:
     share of them. Schedulers with ``interval="step"`` advance once in ``frequency`` whole scale-invariant steps, and
     training stops when ``steps`` of them are made. The gain of a step comes from the steps before it, so that nobody
     waits for norms; it is equal on all ranks. Works with automatic optimization and one optimizer, whether it is
-    wrapped in ``AdaScale`` or not; clipping comes after the measurement.
+    wrapped in ``AdaScale`` or not; clipping comes after the measurement. A rate that is set within a step
+    (``on_before_optimizer_step``) goes without the gain, and is warned of.
 
     Several ranks need ``strategy="sparse_ddp"``, where each rank's gradient is seen before it is averaged. The mean is
     seen only if gradients are exchanged at density 1. Otherwise, and with ``Updates``, where no mean gradient is ever
@@ -118,7 +119,7 @@ class AdaScaleRule:
         if isinstance(optimizer, AdaScale):
             optimizer.driven = True
         else:
-            self._scaled = ScaledSteps(optimizer, self._factors, lambda: None)
+            self._scaled = ScaledSteps(optimizer, self._factors, lambda: None, "AdaScaleLR")
         self._last = self.steps if self.steps is not None else trainer.max_steps if trainer.max_steps > 0 else None
         trainer.should_stop |= self._is_over()
         if trainer.is_global_zero:
@@ -128,6 +129,9 @@ class AdaScaleRule:
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._scaled is not None:
+            # of a step that was left by an exception which somebody has caught
+            self._scaled.restore()
         if self._source is not None and trainer.accumulate_grad_batches != self._accumulated:
             # a scheduler of the accumulation: the base batch stays what it was
             self._accumulated = trainer.accumulate_grad_batches
@@ -271,5 +275,6 @@ def _check_schedulers(trainer: Any) -> None:
             log.warning(f'AdaScaleLR: {name} has no interval="step": it follows real epochs, or its metric')
         elif not hasattr(config.scheduler, "last_epoch"):
             raise ValueError(
-                f"AdaScaleLR: expected a scheduler that counts in last_epoch, got {name}: derive LRScheduler"
+                f"AdaScaleLR: expected schedulers that count their steps in last_epoch, got {name}: return the"
+                " schedulers in it one by one, or derive yours from LRScheduler"
             )

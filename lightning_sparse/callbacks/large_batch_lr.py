@@ -25,7 +25,8 @@ class BatchLR:
     Give optimizers and schedulers the rates that are right at the base batch. The factor is applied while an optimizer
     steps and taken back behind it, so it composes with any scheduler, one that computes the next rate from the last
     one included, keeps the ratios of parameter groups, and does not compound. So ``LearningRateMonitor`` shows rates
-    without the factor; it is logged beside them:
+    without the factor, and a rate that is set within a step (``on_before_optimizer_step``) goes without it, and is
+    warned of. It is logged beside them:
 
     - ``large_batch/factor``: on the learning rates in the step that was made last.
     - ``large_batch/batch``: examples of all ranks in one step.
@@ -157,7 +158,7 @@ class BatchLR:
         def stepped() -> None:
             ramp.advance(1.0 / self._steps_per_epoch(trainer) if self.warmup_epochs else 1.0)
 
-        return ScaledSteps(optimizer, factor, stepped)
+        return ScaledSteps(optimizer, factor, stepped, "LargeBatchLR")
 
     def _aim(self, trainer: Any) -> None:
         """Look at the batch, and tell rank zero's user if it is new."""
