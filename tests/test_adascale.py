@@ -19,6 +19,7 @@ from lightning_sparse.callbacks.norms import TappedGradients
 from lightning_sparse.communicators import VirtualRanks
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.gain import Gain
+from lightning_sparse.optim.norms import squares
 
 
 def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -337,6 +338,22 @@ class TestAdaScale:
         assert other.gain.value == pytest.approx(2)
         assert copied.tolist() == pytest.approx([-2, -2])
         assert weight.tolist() == [0, 0]
+
+    def test_norms_of_float64_are_float64(self) -> None:
+        """The noise is 1e-10 of the signal, less than float32 tells apart; one pass has float32 gradients alone."""
+        weight, other = nn.Parameter(torch.zeros(2).double()), nn.Parameter(torch.zeros(2))
+        optimizer = AdaScale(torch.optim.SGD([weight, other], 1.0), passes=3)
+        for noise in (1e-5, -1e-5):
+            (weight * torch.tensor([1.0, noise]).double()).sum().backward()
+            optimizer.observe_pass()
+        other.sum().backward()
+        optimizer.observe_pass()
+        rows = torch.tensor([[1.0, 1e-5, 0, 0], [1.0, -1e-5, 0, 0], [0, 0, 1.0, 1.0]], dtype=torch.float64)
+        optimizer.step()
+        feed(expected := Gain(1, 3, 3), rows)
+        assert optimizer.gain.variance == pytest.approx(expected.variance, rel=1e-12)
+        assert squares([torch.tensor([1.0, 1e-5]).double()]).item() == pytest.approx(1 + 1e-10, rel=1e-15)
+        assert squares([torch.ones(2).bfloat16()]).dtype == torch.float32
 
     def test_a_group_that_the_other_optimizer_gets_has_a_gain(self) -> None:
         a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))

@@ -211,6 +211,14 @@ def test_a_wrapper_and_a_callback_make_the_same_of_one_rank(tree: str) -> None:
     torch.testing.assert_close(before - weight.detach(), torch.full_like(weight, 0.1))
 
 
+def test_double_precision() -> None:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0)).double()
+    rules, options = lambda home: [home.AdaScaleLR()], {"accumulate_grad_batches": 2}
+    single, _ = run("pytorch_lightning", rules, sgd, x=x.float(), **options)
+    double, _ = run("pytorch_lightning", rules, sgd, x=x, precision="64-true", **options)
+    assert double.callbacks[0].gain.value == pytest.approx(single.callbacks[0].gain.value, rel=1e-3)
+
+
 def test_a_last_step_of_fewer_passes_counts_as_its_share() -> None:
     """Gradients of all passes are the same, so that the gain is 1; the last step of an epoch has 2 passes of 6."""
 

@@ -177,7 +177,8 @@ def _average(reducer: Reducer, each: Tensor, mean: Any, passes: int, divided_by:
     groups, width = len(each), None if mean.ndim == 1 else mean.shape[1]
     factor = divided_by / max(1, passes)
     buffer = torch.cat([factor**2 * each, (factor if width else factor**2) * mean.flatten().to(each.device)])
-    future: Future[Tensor] = reducer.submit_mean(buffer)
+    # a rank without gradients does not know that the others' are float64
+    future: Future[Tensor] = reducer.submit_mean(buffer.float())
     return lambda: _norms(future.result(), groups, width, reducer.transport.world_size, passes)
 
 

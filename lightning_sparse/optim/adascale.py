@@ -169,7 +169,8 @@ class AdaScale(Optimizer):
         assert self._mean is not None
         # in units of what a pass adds, so that sums and means of passes give the same gain
         mean, self._mean = self._mean.to(each.device) / count**2, None
-        averaged = self._average(torch.cat([each, mean])).tolist()
+        both = torch.cat([each, mean])
+        averaged = self._average(both.float() if self._world_size > 1 else both).tolist()
         groups = len(self.param_groups)
         self.gain.grow(groups)
         samples = count * self._world_size
