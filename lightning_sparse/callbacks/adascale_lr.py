@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_sparse.callbacks.accumulation import accumulated, most_accumulated
 from lightning_sparse.callbacks.norms import (
     Norms,
     OwnGradients,
@@ -17,6 +17,7 @@ from lightning_sparse.callbacks.norms import (
 )
 from lightning_sparse.callbacks.rates import bare_optimizer, check_alone
 from lightning_sparse.callbacks.scaled_steps import ScaledSteps
+from lightning_sparse.callbacks.step_schedulers import StepSchedulers
 from lightning_sparse.optim.adascale import AdaScale, check_power
 from lightning_sparse.optim.gain import Gain, check_scale
 from lightning_sparse.strategy import SparseDDP
@@ -88,7 +89,7 @@ class AdaScaleRule:
         self._has_begun = False
         self._optimizer: Any = None
         self._scaled: ScaledSteps | None = None
-        self._schedulers: list[tuple[Any, int]] = []
+        self._schedulers = StepSchedulers([], "AdaScaleLR")
         self._source: Source | None = None
         self._pending: Callable[[], Norms] | None = None
         self._last: int | None = None
@@ -102,20 +103,19 @@ class AdaScaleRule:
         self._release()
         check_alone(self, trainer.callbacks)
         optimizer = bare_optimizer(trainer, "AdaScaleLR")
-        _check_schedulers(trainer)
+        self._schedulers = StepSchedulers(trainer.lr_scheduler_configs, "AdaScaleLR")
         self._optimizer = optimizer
-        self._passes, self._accumulated = 0, _accumulated(trainer, trainer.current_epoch)
+        self._passes, self._accumulated = 0, accumulated(trainer, trainer.current_epoch)
         wrapper = optimizer.gain if isinstance(optimizer, AdaScale) else None
         self._base = 1.0 if wrapper is None else wrapper.micro_batches / wrapper.scale
         if self.scale is not None:
             # also where a run resumes in a later epoch
-            self._base = trainer.world_size * _accumulated(trainer, 0) / self.scale
-        most = trainer.world_size * _most_accumulated(trainer)
+            self._base = trainer.world_size * accumulated(trainer, 0) / self.scale
+        most = trainer.world_size * most_accumulated(trainer)
         check_scale(most / self._base, most, None)
         self._take_gain(self._make_gain(trainer), self._loaded)
         self._loaded, self._has_begun = None, True
         self._source = self._find_source(trainer, pl_module)
-        self._take_schedulers(trainer)
         if isinstance(optimizer, AdaScale):
             optimizer.driven = True
         else:
@@ -215,19 +215,10 @@ class AdaScaleRule:
         self.gain.grow(groups)
         return [self.gain.of_group(at) ** self.power for at in range(groups)]
 
-    def _take_schedulers(self, trainer: Any) -> None:
-        """Lightning, which counts batches, never comes to the step of a scheduler that follows scale-invariant ones."""
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "step" and not config.reduce_on_plateau:
-                self._schedulers.append((config, config.frequency))
-                config.frequency = sys.maxsize
-
     def _drive(self, pl_module: Any) -> None:
         """Step schedulers to the scale-invariant steps that were made."""
         made = int(self.gain.steps) if self._last is None else min(int(self.gain.steps), self._last)
-        for config, frequency in self._schedulers:
-            while config.scheduler.last_epoch < made // frequency:
-                pl_module.lr_scheduler_step(config.scheduler, None)
+        self._schedulers.follow(made, pl_module.lr_scheduler_step)
 
     def _is_over(self) -> bool:
         return self._last is not None and self.gain.steps >= self._last
@@ -248,33 +239,5 @@ class AdaScaleRule:
             self._scaled.close()
         if isinstance(self._optimizer, AdaScale):
             self._optimizer.driven = False
-        for config, frequency in self._schedulers:
-            config.frequency = frequency
-        self._schedulers = []
+        self._schedulers.release()
         self._optimizer = self._scaled = self._source = self._pending = self._last = None
-
-
-def _accumulated(trainer: Any, epoch: int) -> int:
-    """Passes of a step in an epoch, also where a callback sets them when it begins."""
-    for callback in trainer.callbacks:
-        if hasattr(callback, "get_accumulate_grad_batches"):
-            return int(callback.get_accumulate_grad_batches(epoch))
-    return int(trainer.accumulate_grad_batches)
-
-
-def _most_accumulated(trainer: Any) -> int:
-    """Passes of the largest step to come."""
-    changes = [epoch for callback in trainer.callbacks for epoch in getattr(callback, "scheduling", ())]
-    return max(_accumulated(trainer, epoch) for epoch in (0, *changes))
-
-
-def _check_schedulers(trainer: Any) -> None:
-    for config in trainer.lr_scheduler_configs:
-        name = type(config.scheduler).__name__
-        if config.interval != "step" or config.reduce_on_plateau:
-            log.warning(f'AdaScaleLR: {name} has no interval="step": it follows real epochs, or its metric')
-        elif not hasattr(config.scheduler, "last_epoch"):
-            raise ValueError(
-                f"AdaScaleLR: expected schedulers that count their steps in last_epoch, got {name}: return the"
-                " schedulers in it one by one, or derive yours from LRScheduler"
-            )
