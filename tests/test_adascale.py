@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.arguments import is_linear
-from lightning_sparse.callbacks.norms import TappedGradients
+from lightning_sparse.callbacks.norms import Norms, TappedGradients, _average
 from lightning_sparse.communicators import VirtualRanks
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.gain import Gain
@@ -156,9 +156,27 @@ def test_groups_that_are_added_are_seen_in_the_gradients_of_ranks() -> None:
         source.before(job)
         source.after(SimpleNamespace(picked=SimpleNamespace(job=job)))
         norms = source.before_step(1, 1)()
+        assert (norms.samples, norms.passes) == (2, 1)
         assert norms.each == pytest.approx(expected)
         assert norms.mean == pytest.approx(expected)
         groups.append({"params": [b]})
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_ranks_agree_on_passes_where_one_has_left_some_out(width: int | None) -> None:
+    def rank(transport: Any) -> Norms:
+        def submit_mean(buffer: Tensor) -> Future[Tensor]:
+            future: Future[Tensor] = Future()
+            future.set_result(transport.all_reduce_mean_(buffer))
+            return future
+
+        passes, ones = transport.rank + 2, torch.ones(1, width) if width else torch.ones(1)
+        reducer: Any = SimpleNamespace(submit_mean=submit_mean, transport=transport)
+        return _average(reducer, torch.ones(1), passes / 4 * ones, passes, 4)()
+
+    ranks = VirtualRanks(3).run(rank)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert (ranks[0].samples, ranks[0].passes) == (3, 3)
 
 
 class TestAdaScale:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.arguments import is_linear
-from lightning_sparse.communicators import ProcessGroup
+from lightning_sparse.communicators import ProcessGroup, VirtualRanks
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.optim import LAMB, LARS, PTO
 from lightning_sparse.optim.operators import deal
@@ -230,6 +230,13 @@ def test_a_copy_keeps_who_computes_and_how(kind: Any, duplicate: Any) -> None:
     assert isinstance(other.operator, PTO)
     assert other.operator._transport is None  # of its own, when it is called
     assert other._fused is False
+
+
+def test_copies_share_the_transport_that_they_were_given() -> None:
+    def rank(transport: Any) -> bool:
+        return copy.deepcopy(LARS(problem(), lr=0.1, operator=PTO(transport))).operator._transport is transport
+
+    assert VirtualRanks(2).run(rank) == [True, True]
 
 
 @pytest.mark.parametrize("kind", [LARS, LAMB])

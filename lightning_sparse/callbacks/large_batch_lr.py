@@ -24,9 +24,9 @@ class BatchLR:
 
     Give optimizers and schedulers the rates that are right at the base batch. The factor is applied while an optimizer
     steps and taken back behind it, so it composes with any scheduler, one that computes the next rate from the last
-    one included, keeps the ratios of parameter groups, and does not compound. So ``LearningRateMonitor`` shows rates
-    without the factor, and a rate that is set within a step (``on_before_optimizer_step``) goes without it, and is
-    warned of. It is logged beside them:
+    one included, keeps the ratios of parameter groups, and does not compound. A rate that is set within a step
+    (``on_before_optimizer_step``) goes without the factor, and is warned of. ``LearningRateMonitor`` shows rates
+    without the factor; it is logged beside them:
 
     - ``large_batch/factor``: on the learning rates in the step that was made last.
     - ``large_batch/batch``: examples of all ranks in one step.

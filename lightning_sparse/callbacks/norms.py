@@ -22,12 +22,16 @@ from lightning_sparse.sync.updates_tap import UpdatesTap
 
 @dataclass(frozen=True)
 class Norms:
-    """Of one step: for each parameter group, the mean over samples of the squared norm, and that of their mean."""
+    """Of one step: for each parameter group, the mean over samples of the squared norm, and that of their mean.
+
+    Args:
+        passes: in a sample, the mean over ranks.
+    """
 
     each: list[float]
     mean: list[float]
     samples: int
-    passes: int
+    passes: float
 
 
 class Source(Protocol):
@@ -176,13 +180,21 @@ def _average(reducer: Reducer, each: Tensor, mean: Any, passes: int, divided_by:
     """Average the norms, [groups], and the norms or sketches of the mean over ranks, behind what is in flight."""
     groups, width = len(each), None if mean.ndim == 1 else mean.shape[1]
     factor = divided_by / max(1, passes)
-    buffer = torch.cat([factor**2 * each, (factor if width else factor**2) * mean.flatten().to(each.device)])
-    # a rank without gradients does not know that the others' are float64
-    future: Future[Tensor] = reducer.submit_mean(buffer.float())
-    return lambda: _norms(future.result(), groups, width, reducer.transport.world_size, passes)
+    norms = [factor**2 * each, (factor if width else factor**2) * mean.flatten().to(each.device)]
+    # one size on all ranks: one without gradients does not know that the others' are float64
+    buffer = torch.cat([*norms, each.new_full((1,), passes)]).float()
+    future: Future[Tensor] = reducer.submit_mean(buffer)
+
+    def wait() -> Norms:
+        *result, made = future.result().split([groups, len(buffer) - groups - 1, 1])
+        ranks = reducer.transport.world_size
+        # a rank may have left a pass out; the mean over ranks has been rounded
+        return _norms(torch.cat(result), groups, width, ranks, round(float(made) * ranks) / ranks)
+
+    return wait
 
 
-def _norms(buffer: Tensor, groups: int, width: int | None, samples: int, passes: int) -> Norms:
+def _norms(buffer: Tensor, groups: int, width: int | None, samples: int, passes: float) -> Norms:
     each, mean = buffer[:groups], buffer[groups:]
     if width is not None:
         mean = mean.view(groups, width).square().sum(1)

@@ -47,7 +47,7 @@ class Gain:
         self._means = [0.0] * groups
         self._weight = 0.0
 
-    def update(self, each: Sequence[float], mean: Sequence[float], samples: int, passes: int = 1) -> bool:
+    def update(self, each: Sequence[float], mean: Sequence[float], samples: int, passes: float = 1) -> bool:
         """Take up one step's gradients; False, and no change, if they are not finite. One sample alone tells nothing.
 
         Args:
