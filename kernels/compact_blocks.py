@@ -14,10 +14,6 @@ from torch import Tensor
 STRIP = 32760
 BLOCK = 8 * STRIP
 
-# The least positive fp32: |x| reaches it unless x is zero or NaN.
-_TINY = 2.0**-149
-
-
 Fill = Callable[[int, int, int, Tensor], Tensor]
 """`fill(piece, begin, end, out)`: these entries of a piece as fp32, where they lie already or in `out`."""
 
@@ -26,7 +22,9 @@ def compact_blocks(
     fill: Fill, bounds: Sequence[int], threshold: Tensor, capacity: int, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Picks among what `fill` gives, which is called once for every entry of every piece."""
-    numel, limit = bounds[-1], max(float(threshold), _TINY)
+    # |x| > the number below the threshold: at 0, no zero does, nor what a CPU that flushes denormals reads as zero.
+    limit = float(torch.nextafter(threshold.clamp(min=0.0), torch.zeros(())))
+    numel = bounds[-1]
     values = torch.zeros(capacity, dtype=torch.float32)  # [capacity]
     indices = torch.zeros(capacity, dtype=dtype)  # [capacity]
     size = min(BLOCK, -(-numel // 8) * 8)
@@ -89,7 +87,7 @@ def _pick(
                     part.copy_(got)
         room = torch.abs(entries, out=magnitude[: high - low])
         # in two vectorised steps: torch compares into a mask entry by entry, three times slower
-        picked[low:high].copy_(room.ge_(limit))
+        picked[low:high].copy_(room.gt_(limit))
     picked[length:padded] = False
     # strips of one piece lie side by side, in the piece or in the scratch
     return filled[0].as_strided((length,), (1,)) if in_place else x[:padded], picked[:padded]

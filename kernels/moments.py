@@ -74,7 +74,7 @@ def moments_torch(vectors: Sequence[Tensor]) -> Moments:
     """`moments` on the CPU, block by block; what lies between blocks is joined as in Chan et al.'s formula."""
     size = max(1, min(1 << 17, max(x.numel() for x in vectors)))
     scratch, live = torch.empty(size), torch.empty(size, dtype=torch.bool)  # [size] each
-    count, mean, spread, logs = 0, 0.0, 0.0, 0.0
+    count, whole, spread, logs = 0, 0.0, 0.0, 0.0
     for x in (block for vector in vectors for block in vector.split(size)):
         magnitude, mask = scratch[: x.numel()].copy_(x).abs_(), live[: x.numel()]
         torch.gt(magnitude, 0, out=mask)
@@ -83,15 +83,20 @@ def moments_torch(vectors: Sequence[Tensor]) -> Moments:
             continue
         if found < x.numel():
             magnitude = magnitude[mask]
-        total = count + found
-        here = float(magnitude.sum()) / found
+        here = float(magnitude.sum())
+        if here == math.inf:
+            # Perhaps no entry is, and only fp32 overflowed.
+            here = float(magnitude.sum(dtype=torch.float64))
+        here /= found
         # About the mean and in its unit, so that squares neither cancel nor underflow.
         relative = (magnitude / here).sub_(1)
-        spread += here**2 * float(torch.dot(relative, relative)) + (here - mean) ** 2 * count * found / total
-        mean += (here - mean) * found / total
+        spread += here**2 * float(torch.dot(relative, relative))
+        if count:
+            spread += (here - whole / count) ** 2 * count * found / (count + found)
+        whole += here * found
         logs += float(magnitude.log_().sum())
-        count = total
-    sums = (mean, spread / count, logs / count) if count else (math.nan,) * 3
+        count += found
+    sums = (whole / count, spread / count, logs / count) if count else (math.nan,) * 3
     return Moments(torch.tensor(count), *(torch.tensor(x, dtype=torch.float64) for x in sums))
 
 

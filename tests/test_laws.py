@@ -91,6 +91,20 @@ def test_estimating_compressor_comes_near(name: str) -> None:
     assert values.square().sum() > 0.8 * best
 
 
+@pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if not row.agreed])
+@pytest.mark.parametrize("numel", [4099, 100_000])
+def test_compressor_finds_few_entries_where_denormals_are_flushed(name: str, numel: int) -> None:
+    x = torch.zeros(numel)
+    x[-20:] = normal(20)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such mode")
+    try:
+        picked = COMPRESSORS[name].build().compress(Sum(cut(x), cut(torch.zeros(numel))), 1000, DRAW)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(picked.dense(), x)
+
+
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_compressor_is_a_function_of_its_arguments(name: str) -> None:
     x, compressor = normal(200_003), COMPRESSORS[name].build()

@@ -74,6 +74,23 @@ def test_infinite_entries(path, infinite):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("at", [5, 2**17 + 5])
+def test_infinity_meets_other_blocks_and_pieces(path, at):
+    x = torch.ones(2**17 + B)
+    x[at] = math.inf
+    for pieces in ([torch.tensor([math.inf]), torch.ones(3)], [torch.ones(3), torch.tensor([-math.inf])], [x]):
+        found = moments(pieces)
+        assert found.counted.item() == sum(piece.numel() for piece in pieces)
+        assert found.mean.item() == found.log_mean.item() == math.inf
+        assert math.isnan(found.variance)
+
+
+def test_sums_beyond_fp32(path):
+    pieces = [torch.full((2**17 + 3,), 3e33), torch.full((7,), 8e33)]
+    check(moments(pieces), pieces)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("pieces", [[], [torch.zeros(0)], [torch.zeros(5)], [torch.full((5,), math.nan)]], ids=str)
 def test_nothing_live(path, pieces):
     found = moments(pieces)

@@ -31,6 +31,22 @@ def test_corners(path, check_selection, corner):
     check_selection(select([entries], torch.tensor(threshold), 4), [entries], threshold, 4, 0)
 
 
+@pytest.fixture
+def flushing():
+    """Denormals read as zero on this thread."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such mode")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0, 1e-40, 2.0**-126, 1.5])
+def test_zeros_are_left_out_where_denormals_are_flushed(path, flushing, check_selection, threshold):
+    entries = torch.zeros(100)
+    entries[[3, 40, 70]] = torch.tensor([1.5, -2.0, 2.0**-126])
+    check_selection(select([entries], torch.tensor(threshold), 5), [entries], threshold, 5, 0)
+
+
 def test_parameters_need_no_detaching(path, check_selection):
     parameter = torch.nn.Parameter(torch.tensor([1.0, 0.0, -3.0]))
     got = select([parameter], torch.tensor(2.0), 2)
