@@ -38,6 +38,7 @@ BOARDS = (
             "--recipes dense --ranks 2 --lr 2e-3 4e-3",
             "--recipes dense --ranks 4 8 16 --lr 4e-3",
             "--recipes blocks-1bit --density 0.25 --ranks 2 4 8 16 --lr 4e-3",
+            "--recipes blocks-4bit --density 0.01 0.04 --ranks 2 --lr 4e-3",
             "--recipes dense blocks-1bit --density 0.25 --ranks 4 --lr 4e-3 --seeds 1",
             "--recipes blocks-2bit --density 0.5 --ranks 4 --lr 4e-3",
             "--recipes blocks-4bit --density 1 --ranks 4 --lr 4e-3",
@@ -80,6 +81,8 @@ NAMES = {
     "dense 1": "dense",
     "blocks-1bit 0.25": "`sparse_ddp`, default",
     "blocks-2bit 0.5": "`density=0.5, codec=Quantized(2)`",
+    "blocks-4bit 0.04": "`density=0.04, codec=Quantized(4)`",
+    "blocks-4bit 0.01": "`density=0.01, codec=Quantized(4)`",
     "blocks-4bit 1": "`density=1, codec=Quantized(4)`",
 }
 

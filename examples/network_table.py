@@ -17,6 +17,7 @@ NAMES = {
     "updates-auto": '`exchange=Updates(overlap=True), density="auto"`, once it has measured',
     "updates-overlap": "`exchange=Updates(overlap=True)`",
     "updates-every4": "`exchange=Updates(every=4)`",
+    "updates-4bit": "`density=0.01, codec=Quantized(4)`",
     "updates-topk": "`density=0.01` (`TopK`)",
     "gradients": "`exchange=Gradients(), density=0.01`",
     "alone": "no exchange at all",

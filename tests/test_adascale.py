@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_sparse.arguments import is_linear
+from lightning_sparse.callbacks.norms import Norms, TappedGradients, _average
 from lightning_sparse.communicators import VirtualRanks
 from lightning_sparse.optim import AdaScale
 from lightning_sparse.optim.gain import Gain
+from lightning_sparse.optim.norms import squares
 
 
 def draw(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -77,6 +84,16 @@ class TestGain:
                 feed(gain, draw(3, 2, seed=10 * seed + step) + seed / 25)
                 assert 1 <= gain.value <= 5
 
+    def test_a_step_may_be_the_base_batch_or_less(self) -> None:
+        known = Gain(1, 4, 4)
+        known.update([4.0], [1.0], 4)  # noise alone
+        for scale, micro_batches in ((1, 1), (0.5, 2), (2, 2)):
+            gain = Gain(1, scale, micro_batches)
+            gain.load_state_dict(known.state_dict())
+            assert gain.value == scale
+            assert gain.update([1.0], [1.0], 1)  # one sample tells nothing
+            assert gain.value == scale
+
     def test_running_means_are_plain_means_at_first(self) -> None:
         gain = Gain(1, 2, 2, smoothing=0.998)
         for values in (1.0, 3.0):
@@ -118,6 +135,48 @@ class TestGain:
         assert finer.variance == 2 * gain.variance
         with pytest.raises(ValueError, match="expected a state of 2 parameter groups, got one of 1"):
             Gain(2, 4, 4).load_state_dict(gain.state_dict())
+
+
+def test_groups_that_are_added_are_seen_in_the_gradients_of_ranks() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    groups = [{"params": [a]}]
+    reducer: Any = SimpleNamespace(averages_all=lambda step: True, transport=SimpleNamespace(world_size=2))
+
+    def submit_mean(buffer: Tensor) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        future.set_result(buffer)
+        return future
+
+    reducer.submit_mean = submit_mean
+    tap: Any = SimpleNamespace(observers=[])
+    source = TappedGradients(lambda: groups, {id(a): "a", id(b): "b"}, tap, reducer)
+    for step, expected in enumerate([[2.0], [2.0, 3.0]]):
+        gradients = {"names": ["a"], "inputs": [torch.ones(2)], "dense_names": ["b"], "dense_inputs": [torch.ones(3)]}
+        job: Any = SimpleNamespace(step=step, memory=SimpleNamespace(norm=lambda: 0), **gradients)
+        source.before(job)
+        source.after(SimpleNamespace(picked=SimpleNamespace(job=job)))
+        norms = source.before_step(1, 1)()
+        assert (norms.samples, norms.passes) == (2, 1)
+        assert norms.each == pytest.approx(expected)
+        assert norms.mean == pytest.approx(expected)
+        groups.append({"params": [b]})
+
+
+@pytest.mark.parametrize("width", [None, 3])
+def test_ranks_agree_on_passes_where_one_has_left_some_out(width: int | None) -> None:
+    def rank(transport: Any) -> Norms:
+        def submit_mean(buffer: Tensor) -> Future[Tensor]:
+            future: Future[Tensor] = Future()
+            future.set_result(transport.all_reduce_mean_(buffer))
+            return future
+
+        passes, ones = transport.rank + 2, torch.ones(1, width) if width else torch.ones(1)
+        reducer: Any = SimpleNamespace(submit_mean=submit_mean, transport=transport)
+        return _average(reducer, torch.ones(1), passes / 4 * ones, passes, 4)()
+
+    ranks = VirtualRanks(3).run(rank)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert (ranks[0].samples, ranks[0].passes) == (3, 3)
 
 
 class TestAdaScale:
@@ -170,6 +229,23 @@ class TestAdaScale:
             gains.append(optimizer.gain.value)
         assert len(gains) == math.ceil(60 / (sum(gains) / len(gains)))
         assert 15 <= len(gains) <= 17
+
+    @pytest.mark.parametrize("noise", [0.0, 1.0])
+    def test_a_step_of_fewer_passes_counts_as_its_share(self, noise: float) -> None:
+        """Of 4 passes, then of 1, with losses divided by 4: the second step is a quarter as long."""
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = AdaScale(torch.optim.SGD([weight], 1.0), passes=4)
+        for passes in (range(4), range(1)):
+            for at in passes:
+                gradient = torch.eye(4)[at] if noise else torch.full((4,), 0.5)
+                ((weight * gradient).sum() / 4).backward()
+                optimizer.observe_pass()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.gain.value == pytest.approx(4 if noise else 1)
+        # noise: as many steps of the base batch as there were passes, and as long a way
+        assert optimizer.gain.steps == pytest.approx(5 if noise else 1.25)
+        assert float(-weight.detach().sum()) == pytest.approx(5 if noise else 1.25 * 2)
 
     def test_power_one_half_and_groups(self) -> None:
         a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
@@ -260,6 +336,54 @@ class TestAdaScale:
         scheduler.step()
         assert seen == [0.3]
         assert optimizer.param_groups[0]["lr"] == 0.15
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    @pytest.mark.parametrize("seen", [0, 1, 2])
+    def test_a_copy_steps_itself_though_a_scheduler_is_attached(self, duplicate: Any, seen: int) -> None:
+        """Within a step too: copies of parameters have no gradients, so it begins anew."""
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = AdaScale(torch.optim.SGD([weight], 1.0), passes=2)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for row in torch.eye(2)[:seen]:
+            (weight * row).sum().backward()
+            optimizer.observe_pass()
+        other = duplicate(optimizer)
+        copied = other.param_groups[0]["params"][0]
+        for row in torch.eye(2):
+            (copied * row).sum().backward()
+            other.observe_pass()
+        other.step()
+        assert other.gain.value == pytest.approx(2)
+        assert copied.tolist() == pytest.approx([-2, -2])
+        assert weight.tolist() == [0, 0]
+
+    def test_norms_of_float64_are_float64(self) -> None:
+        """The noise is 1e-10 of the signal, less than float32 tells apart; one pass has float32 gradients alone."""
+        weight, other = nn.Parameter(torch.zeros(2).double()), nn.Parameter(torch.zeros(2))
+        optimizer = AdaScale(torch.optim.SGD([weight, other], 1.0), passes=3)
+        for noise in (1e-5, -1e-5):
+            (weight * torch.tensor([1.0, noise]).double()).sum().backward()
+            optimizer.observe_pass()
+        other.sum().backward()
+        optimizer.observe_pass()
+        rows = torch.tensor([[1.0, 1e-5, 0, 0], [1.0, -1e-5, 0, 0], [0, 0, 1.0, 1.0]], dtype=torch.float64)
+        optimizer.step()
+        feed(expected := Gain(1, 3, 3), rows)
+        assert optimizer.gain.variance == pytest.approx(expected.variance, rel=1e-12)
+        assert squares([torch.tensor([1.0, 1e-5]).double()]).item() == pytest.approx(1 + 1e-10, rel=1e-15)
+        assert squares([torch.ones(2).bfloat16()]).dtype == torch.float32
+
+    def test_a_group_that_the_other_optimizer_gets_has_a_gain(self) -> None:
+        a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        optimizer = AdaScale(torch.optim.SGD([a], 1.0), passes=2)
+        optimizer.inner.add_param_group({"params": [b]})
+        assert len(optimizer.state_dict()["adascale"]["means"]) == 2
+        for row in torch.eye(2):
+            (a.sum() + (b * row).sum()).backward()
+            optimizer.observe_pass()
+        optimizer.step()
+        assert (a.tolist(), b.tolist()) == ([-2, -2], [-2, -2])
+        assert [optimizer.gain.of_group(at) for at in range(2)] == pytest.approx([1, 2])
 
     def test_sgd_stays_linear_in_the_gradient_for_the_exchange(self) -> None:
         weight = nn.Parameter(torch.zeros(1))

@@ -280,7 +280,7 @@ def test_a_step_that_was_left_by_an_exception_is_not_counted() -> None:
                 raise ArithmeticError
 
     optimizer, counted = Failing([nn.Parameter(torch.ones(1))], lr=0.25), []
-    steps = ScaledSteps(optimizer, lambda: 3.0, lambda: counted.append(1))
+    steps = ScaledSteps(optimizer, lambda: 3.0, lambda: counted.append(1), "Test")
     with pytest.raises(ArithmeticError):
         optimizer.step()
     # as before the next batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparse.arguments import is_linear
+from lightning_sparse.communicators import ProcessGroup, VirtualRanks
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.optim import LAMB, LARS, PTO
 from lightning_sparse.optim.operators import deal
@@ -220,6 +222,23 @@ def test_a_copy_steps_as_the_original(kind: Any) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_a_copy_keeps_who_computes_and_how(kind: Any, duplicate: Any) -> None:
+    operator = PTO(ProcessGroup.__new__(ProcessGroup))
+    other = duplicate(kind(problem(), lr=0.1, operator=operator, fused=False))
+    assert isinstance(other.operator, PTO)
+    assert other.operator._transport is None  # of its own, when it is called
+    assert other._fused is False
+
+
+def test_copies_share_the_transport_that_they_were_given() -> None:
+    def rank(transport: Any) -> bool:
+        return copy.deepcopy(LARS(problem(), lr=0.1, operator=PTO(transport))).operator._transport is transport
+
+    assert VirtualRanks(2).run(rank) == [True, True]
+
+
 @pytest.mark.parametrize("kind", [LARS, LAMB])
 def test_layouts_unused_parameters_and_closures(kind: Any) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -239,6 +258,23 @@ def test_layouts_unused_parameters_and_closures(kind: Any) -> None:
     torch.testing.assert_close(plain.detach(), last.detach(), rtol=1e-5, atol=1e-6)
     assert unused.equal(torch.ones(3, 3))
     assert not optimizer.state[unused]
+
+
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_a_memory_format_that_changes_changes_nothing(kind: Any) -> None:
+    x, *steps = torch.randn(7, 4, 4, 3, 2, generator=torch.Generator().manual_seed(0))
+    plain, changing = nn.Conv2d(4, 4, (3, 2), bias=False), nn.Conv2d(4, 4, (3, 2), bias=False)
+    optimizers = []
+    for layer in (plain, changing):
+        layer.weight.data.copy_(x)
+        optimizers.append(kind([layer.weight], lr=0.1))
+    formats = [torch.contiguous_format, *2 * [torch.channels_last], *3 * [torch.contiguous_format]]
+    for g, memory_format in zip(steps, formats, strict=True):
+        changing.to(memory_format=memory_format)
+        for layer, optimizer in zip((plain, changing), optimizers, strict=True):
+            layer.weight.grad = g.clone()
+            optimizer.step()
+        torch.testing.assert_close(changing.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_have_options_of_their_own() -> None:

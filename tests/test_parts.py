@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from lightning_sparse.accumulator import MomentumSum, Vectors
-from lightning_sparse.codecs import Quantized
-from lightning_sparse.communicators import CompressedAllReduce, VirtualRanks
+from lightning_sparse.codecs import Quantized, Raw
+from lightning_sparse.communicators import AllGather, CompressedAllReduce, VirtualRanks
 from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.compressors import TopK, WeightBlocks
 from lightning_sparse.finite import are_finite, is_usable, peak_of
+from lightning_sparse.job import Job
 from lightning_sparse.memory import MomentumResidual, Residual, gather
 from lightning_sparse.protocols import Transport
 from lightning_sparse.random import Draw
@@ -535,3 +536,19 @@ def test_frozen_weights_stay_where_they_are(dtype: torch.dtype) -> None:
     for module in VirtualRanks(2).run(task):
         assert torch.equal(module[0].weight, start[0].weight)
         assert not torch.equal(module[2].weight, start[2].weight)
+
+
+def test_other_dtypes_are_refused_by_name_where_entries_are_picked() -> None:
+    def task(transport: Transport) -> None:
+        for compressor, codec, refused in ((TopK(), Raw(), True), (WeightBlocks(), Quantized(8), False)):
+            communicator = AllGather() if refused else CompressedAllReduce()
+            reducer = Reducer(compressor, codec, communicator, transport, constant(0.25), torch.device("cpu"))
+            job = Job("model", 0, Residual(), ["small", "large"], [torch.ones(40), torch.ones(40).double()])
+            if refused:
+                with pytest.raises(TypeError, match=r"where entries are picked, got torch\.float64 in 'large'"):
+                    reducer.pick(job)
+            else:
+                reducer.pick(job)
+            reducer.close()
+
+    VirtualRanks(2).run(task)

@@ -119,8 +119,19 @@ def test_single_bad_losses_are_left_out() -> None:
     nothing = search(lambda rate, step: math.nan, 0.0)
     assert nothing.end == TOTAL // 2
     few = search(lambda rate, step: 1.0 if step < 9 else math.nan, 0.0)
-    # the last rate that a loss is known for, and not the one that was reached
+    # of equal losses the last one that is known, and not the rate that was reached
     assert few.peak == pytest.approx(1e-5 * 1e5 ** (8 / (TOTAL // 2)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("losses", "best"), [([], 0), (range(9), 0), ([3, 2, 1, 2, math.nan, math.inf, 4], 2)])
+def test_too_few_losses_are_no_evidence_and_give_the_rate_of_the_lowest(losses: list[float], best: int) -> None:
+    warmup = Warmup(18, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    warmup.losses = [float(loss) for loss in losses]
+    verdict = warmup.test()
+    assert not verdict.has_evidence
+    assert verdict.rate == warmup.rate(best)
+    warmup.losses = [1.0 + at for at in range(10)]
+    assert warmup.test().has_evidence
 
 
 def test_only_tests_in_a_row_count() -> None:
@@ -165,3 +176,36 @@ def test_many_losses_are_drawn_from_alike_everywhere_and_the_state_goes_on() -> 
     assert resumed.test() == other
     assert [resumed.decide(other), resumed.decide(other)] == [False, True]
     assert BEST / 1.5 < resumed.peak < BEST * 1.5
+
+
+@pytest.mark.parametrize("total", [600, 900, TOTAL, 2 * TOTAL])
+def test_a_state_keeps_its_rates_with_another_number_of_steps(total: int) -> None:
+    errors = (0.05 * draw(TOTAL)).tolist()
+    first = Warmup(TOTAL, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    first.losses = [v_shape(first.rate(step), step) + errors[step] for step in range(300)]
+    second = Warmup(total, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    second.load_state_dict(first.state_dict())
+    third = Warmup(TOTAL, 1e-5, 1.0, 0.5, 0.95, 3, 1.0)
+    third.load_state_dict(second.state_dict())
+    while second.end is None:
+        step = len(second.losses)
+        assert second.rate(step) == third.rate(step) == first.rate(step)
+        second.losses.append(v_shape(second.rate(step), step) + errors[step])
+        if (step + 1) % EVERY == 0 or step + 1 >= second.last_growing:
+            second.decide(second.test())
+    assert second.end <= TOTAL // 2
+    # half of 600 steps are over: the best rate so far is the last one
+    best = first.rate(300) if total == 600 else BEST
+    assert best / 1.5 < second.peak < best * 1.5
+    assert second.rate(total) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_state_with_other_bounds_is_refused_while_the_rate_grows() -> None:
+    first, second = (Warmup(TOTAL, 1e-5, top, 0.5, 0.95, 3, 1.0) for top in (1.0, 2.0))
+    with pytest.raises(ValueError, match=r"expected the lr_min and lr_max .* belong to, 1e-05 and 1.0, got 1e-05 and"):
+        second.load_state_dict(first.state_dict())
+    first.decide(Verdict(1.0, True, 0.4))
+    first.decide(Verdict(1.0, True, 0.4))
+    first.decide(Verdict(1.0, True, 0.4))
+    second.load_state_dict(first.state_dict())
+    assert second.rate(0) == 0.4

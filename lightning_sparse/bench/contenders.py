@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning_sparse.codecs import Quantized
 from lightning_sparse.compressors import TopK
 from lightning_sparse.sync import Gradients, Updates
 
@@ -42,6 +43,7 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     "updates": _sparse(exchange=Updates()),
     "updates-overlap": _sparse(exchange=Updates(overlap=True)),
     "updates-every4": _sparse(exchange=Updates(every=4)),
+    "updates-4bit": _sparse(exchange=Updates(), density=0.01, codec=Quantized(4)),
     "updates-topk": _sparse(exchange=Updates(), density=0.01, compressor=TopK()),
     "gradients": _sparse(exchange=Gradients(), density=0.01),
     # as many bytes as the link has time for beside the computation

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.callbacks.rates import bare_optimizer, check_alone
 from lightning_sparse.optim.adascale import AdaScale
-from lightning_sparse.optim.warmup import Warmup, check_warmup
+from lightning_sparse.optim.warmup import LEAST, Warmup, check_warmup
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ class AutoWarmupRule:
     ``lr_min`` and ``lr_max``. Works with automatic optimization, any optimizer and any strategy, and without scheduler.
 
     Every test averages the losses since the last one, 4 bytes a step, in one small all-reduce. Losses that are not
-    finite are left out; a run of them at the end counts as a loss far above the first ones. Logs ``autowarmup/lr`` and
+    finite are left out; a run of them at the end counts as a loss far above the first ones. A test takes 10 losses: a
+    run that has fewer while the rate grows gets the rate of the lowest one, and a warning. Logs ``autowarmup/lr`` and
     ``autowarmup/confidence`` at the Trainer's ``log_every_n_steps``.
 
     Args:
@@ -86,6 +87,10 @@ class AutoWarmupRule:
         self._sum: Tensor | None = None
         self._passes = self._seen = 0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.warmup = None
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         check_alone(self, trainer.callbacks)
         optimizer = bare_optimizer(trainer, "AutoWarmup")
@@ -117,6 +122,7 @@ class AutoWarmupRule:
             # what an interrupted run had not averaged is left out
             missing = self.steps - len(self.warmup.losses) if self.warmup.end is None else 0
             self.warmup.losses += [math.nan] * missing
+        self._check_length(trainer)
         self._seen = trainer.global_step
         self._set_rates()
 
@@ -139,10 +145,14 @@ class AutoWarmupRule:
         self._trainer = self._optimizer = None
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._trainer = self._optimizer = None
+        # what a test or a validation has loaded is not for the next fit
+        self._trainer = self._optimizer = self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         """Every rank calls it, unless training ends with an exception: what is pending is averaged first."""
+        if self._loaded is not None:
+            # finders of rates and batches save and load before training starts
+            return dict(self._loaded)
         if self.warmup is None:
             return {}
         if self._trainer is not None and not self._trainer.interrupted:
@@ -180,6 +190,22 @@ class AutoWarmupRule:
         self._confidence = verdict.confidence
         if self.warmup.decide(verdict) and trainer.is_global_zero:
             log.info(f"AutoWarmup: learning rate {self.warmup.peak:.3g} from step {self.steps} on")
+            if not verdict.has_evidence:
+                log.warning(
+                    f"AutoWarmup: expected at least {LEAST} finite losses while the rate grew, got fewer, so that the"
+                    " learning rate is that of the lowest one and untested: train longer, or look at the loss"
+                )
+
+    def _check_length(self, trainer: Any) -> None:
+        """Warn if growth ends before a test can be made."""
+        assert self.warmup is not None
+        growing = max(self.warmup.last_growing, len(self.warmup.losses))
+        if self.warmup.end is None and growing < LEAST and trainer.is_global_zero:
+            log.warning(
+                f"AutoWarmup: expected at least {LEAST} steps in which the rate grows, got {growing} of"
+                f" {self.warmup.total_steps} with growth={self._options[2]}, too few for a test: train longer, raise"
+                " growth, or set the rate yourself"
+            )
 
     def _set_rates(self) -> None:
         assert self.warmup is not None

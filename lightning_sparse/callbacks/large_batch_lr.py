@@ -24,7 +24,8 @@ class BatchLR:
 
     Give optimizers and schedulers the rates that are right at the base batch. The factor is applied while an optimizer
     steps and taken back behind it, so it composes with any scheduler, one that computes the next rate from the last
-    one included, keeps the ratios of parameter groups, and does not compound. So ``LearningRateMonitor`` shows rates
+    one included, keeps the ratios of parameter groups, and does not compound. A rate that is set within a step
+    (``on_before_optimizer_step``) goes without the factor, and is warned of. ``LearningRateMonitor`` shows rates
     without the factor; it is logged beside them:
 
     - ``large_batch/factor``: on the learning rates in the step that was made last.
@@ -92,6 +93,10 @@ class BatchLR:
         self._before: int | None = None
         self._factor = 1.0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._ramps = []
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         check_alone(self, [*trainer.callbacks, *trainer.optimizers], "learning rates from the batch")
         self._ramps = [Ramp(self.warmup_steps or self.warmup_epochs) for _ in trainer.optimizers]
@@ -126,12 +131,14 @@ class BatchLR:
         self._steps, self._loaded = [], None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the factor of each optimizer is, and the batch that it is for."""
+        """Where the factor of each optimizer is, and the batch that it is for; before training, what it begins with."""
+        if self._loaded is not None or not self._ramps:
+            return dict(self._loaded or {})
         return {"batch": self._batch, "ramps": [ramp.state_dict() for ramp in self._ramps]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep it until training begins, when the number of optimizers is known."""
-        self._loaded = dict(state_dict)
+        self._loaded = dict(state_dict) or None
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if len(state["ramps"]) != len(self._ramps):
@@ -151,7 +158,7 @@ class BatchLR:
         def stepped() -> None:
             ramp.advance(1.0 / self._steps_per_epoch(trainer) if self.warmup_epochs else 1.0)
 
-        return ScaledSteps(optimizer, factor, stepped)
+        return ScaledSteps(optimizer, factor, stepped, "LargeBatchLR")
 
     def _aim(self, trainer: Any) -> None:
         """Look at the batch, and tell rank zero's user if it is new."""

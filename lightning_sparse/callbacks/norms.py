@@ -22,12 +22,16 @@ from lightning_sparse.sync.updates_tap import UpdatesTap
 
 @dataclass(frozen=True)
 class Norms:
-    """Of one step: for each parameter group, the mean over samples of the squared norm, and that of their mean."""
+    """Of one step: for each parameter group, the mean over samples of the squared norm, and that of their mean.
+
+    Args:
+        passes: in a sample, the mean over ranks.
+    """
 
     each: list[float]
     mean: list[float]
     samples: int
-    passes: int
+    passes: float
 
 
 class Source(Protocol):
@@ -106,9 +110,9 @@ class TappedGradients:
     def __init__(
         self, groups: Callable[[], Groups], names: Mapping[int, str], tap: GradientsTap, reducer: Reducer
     ) -> None:
-        self._reducer = reducer
-        self._count, self._device = len(groups()), device_of(groups())
-        self._owner = {names[id(p)]: at for at, group in enumerate(groups()) for p in group["params"] if id(p) in names}
+        self._groups, self._names, self._reducer = groups, names, reducer
+        self._device = device_of(groups())
+        self._assign()
         self._each: list[Tensor] = []
         self._sketches: list[Tensor] = []
         self._means: list[Tensor] = []
@@ -150,10 +154,17 @@ class TappedGradients:
         mine = [(x, self._owner[name]) for name, x in pairs if name in self._owner]
         return [x for x, _ in mine], [at for _, at in mine]
 
+    def _assign(self) -> None:
+        """Find out whose parameters are whose: groups may be added between steps."""
+        groups, names = self._groups(), self._names
+        self._count = len(groups)
+        self._owner = {names[id(p)]: at for at, group in enumerate(groups) for p in group["params"] if id(p) in names}
+
     def _begin(self, job: Job) -> None:
         """Once a step: find out whether what comes back is the mean of what comes in, and of nothing else."""
         if job.step == self._step:
             return
+        self._assign()
         is_dense = self._reducer.averages_all(job.step) and not isinstance(job.memory, MomentumResidual)
         # the first dense exchange behind a sparse one takes along what was kept
         is_empty = job.memory.norm() == 0 if self._step is None else self._was_dense
@@ -169,12 +180,21 @@ def _average(reducer: Reducer, each: Tensor, mean: Any, passes: int, divided_by:
     """Average the norms, [groups], and the norms or sketches of the mean over ranks, behind what is in flight."""
     groups, width = len(each), None if mean.ndim == 1 else mean.shape[1]
     factor = divided_by / max(1, passes)
-    buffer = torch.cat([factor**2 * each, (factor if width else factor**2) * mean.flatten().to(each.device)])
+    norms = [factor**2 * each, (factor if width else factor**2) * mean.flatten().to(each.device)]
+    # one size on all ranks: one without gradients does not know that the others' are float64
+    buffer = torch.cat([*norms, each.new_full((1,), passes)]).float()
     future: Future[Tensor] = reducer.submit_mean(buffer)
-    return lambda: _norms(future.result(), groups, width, reducer.transport.world_size, passes)
+
+    def wait() -> Norms:
+        *result, made = future.result().split([groups, len(buffer) - groups - 1, 1])
+        ranks = reducer.transport.world_size
+        # a rank may have left a pass out; the mean over ranks has been rounded
+        return _norms(torch.cat(result), groups, width, ranks, round(float(made) * ranks) / ranks)
+
+    return wait
 
 
-def _norms(buffer: Tensor, groups: int, width: int | None, samples: int, passes: int) -> Norms:
+def _norms(buffer: Tensor, groups: int, width: int | None, samples: int, passes: float) -> Norms:
     each, mean = buffer[:groups], buffer[groups:]
     if width is not None:
         mean = mean.view(groups, width).square().sum(1)

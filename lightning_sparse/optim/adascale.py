@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.optim.gain import Gain
+from lightning_sparse.optim.gain import Gain, check_scale
 from lightning_sparse.optim.norms import Passes, group_squares
 from lightning_sparse.optim.rates import Borrowed
 
@@ -24,7 +24,8 @@ class AdaScale(Optimizer):
     when that reaches the number of steps meant for the base batch. Under a Trainer, ``AdaScaleLR`` does all of it. In a
     loop of your own, call ``observe_pass`` behind every backward pass and before gradients are averaged over ranks;
     ``observe_mean`` behind that, if gradients are clipped; then ``step`` and ``zero_grad``. It makes no difference
-    whether losses are divided by the number of passes. Put it around any sharding of optimizer states, not inside.
+    whether losses are divided by ``passes``; a step of fewer, as at the end of an epoch, counts as its share of them.
+    Put it around any sharding of optimizer states, not inside.
 
     Args:
         optimizer: is stepped; ``param_groups``, ``state`` and ``defaults`` stay its own.
@@ -73,15 +74,15 @@ class AdaScale(Optimizer):
             raise ValueError(f"AdaScale: expected average= for {world_size} ranks, got None: pass the mean over ranks")
         check_power(power)
         micro_batches = passes * world_size
+        scale = micro_batches if scale is None else scale
+        check_scale(scale, micro_batches, smoothing)
         self.inner = optimizer
-        self.gain = Gain(
-            len(optimizer.param_groups), micro_batches if scale is None else scale, micro_batches, smoothing
-        )
+        self.gain = Gain(len(optimizer.param_groups), scale, micro_batches, smoothing)
         self.power = power
         self.driven = False
         """Whether somebody else, such as ``AdaScaleLR``, keeps ``gain`` up to date."""
         self._world_size = world_size
-        self._average: Average = average if average is not None else lambda buffer: buffer
+        self._average: Average = average if average is not None else _of_one_rank
         self._passes = Passes()
         self._mean: Tensor | None = None
         self._rates = Borrowed()
@@ -89,8 +90,11 @@ class AdaScale(Optimizer):
         super().__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's holds what is the other optimizer's
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")}
+        # torch's holds what is the other optimizer's; what a scheduler has put here is bound to this one
+        attached = ("step", "_opt_called")
+        own = {k: x for k, x in self.__dict__.items() if k not in attached and not k.startswith("_optimizer_")}
+        # copies of parameters have no gradients, so a copy begins its step anew
+        return {**own, "_passes": Passes(), "_mean": None}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -119,15 +123,14 @@ class AdaScale(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_made = self.driven or self._take_up()
+        share = 0.0 if self.driven else self._take_up()
         factors = [self.gain.of_group(at) ** self.power for at in range(len(self.param_groups))]
         self._rates.multiply(self.param_groups, factors)
         try:
             self.inner.step()
         finally:
             self._rates.give_back()
-        if is_made and not self.driven:
-            self.gain.advance(self.gain.value)
+        self.gain.advance(share * self.gain.value)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,6 +145,7 @@ class AdaScale(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The other optimizer's, with the gain under ``"adascale"``."""
+        self.gain.grow(len(self.param_groups))
         return {**self.inner.state_dict(), "adascale": self.gain.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -152,7 +156,8 @@ class AdaScale(Optimizer):
         if gain is not None:
             self.gain.load_state_dict(gain)
 
-    def _take_up(self) -> bool:
+    def _take_up(self) -> float:
+        """Bring the gain up to date; the share of a whole step's passes that this one has, 0 if one is not finite."""
         each, count = self._passes.take()
         if not count:
             raise RuntimeError(
@@ -164,9 +169,18 @@ class AdaScale(Optimizer):
         assert self._mean is not None
         # in units of what a pass adds, so that sums and means of passes give the same gain
         mean, self._mean = self._mean.to(each.device) / count**2, None
-        averaged = self._average(torch.cat([each, mean])).tolist()
+        both = torch.cat([each, mean])
+        averaged = self._average(both.float() if self._world_size > 1 else both).tolist()
         groups = len(self.param_groups)
-        return self.gain.update(averaged[:groups], averaged[groups:], count * self._world_size)
+        self.gain.grow(groups)
+        samples = count * self._world_size
+        if not self.gain.update(averaged[:groups], averaged[groups:], samples):
+            return 0.0
+        return min(1.0, samples / self.gain.micro_batches)
+
+
+def _of_one_rank(buffer: Tensor) -> Tensor:
+    return buffer
 
 
 def check_power(power: float) -> None:

@@ -17,12 +17,13 @@ class Gain:
         noise = n / (n - 1) * (mean of |g_i|^2 - |g|^2)     # of one g_i
         sigma^2 = noise * micro-batches in a g_i / micro-batches in a base batch ; mu^2 = |g|^2 - noise / n
 
-    Both are running means, of plain numbers at first, and the ratio is formed of the means.
+    Both are running means, of plain numbers at first, and the ratio is formed of the means. A step of the base batch
+    is worth 1, and a smaller one between S and 1.
 
     Args:
         groups: parameter groups.
-        scale: S > 1, the batch of one step over the base batch that learning rates and schedules are meant for.
-        micro_batches: in one step, over all ranks and passes, at least 2.
+        scale: S > 0, the batch of one step over the base batch that learning rates and schedules are meant for.
+        micro_batches: in one step, over all ranks and passes; with 1 what is known stays.
         smoothing: of the running means, in [0, 1); None takes ``max(1 - micro_batches / 1000, 0)``.
 
     Source: Johnson et al., "AdaScale SGD", ICML 2020, https://proceedings.mlr.press/v119/johnson20a.html, section 3 and
@@ -37,17 +38,16 @@ class Gain:
     """
 
     def __init__(self, groups: int, scale: float, micro_batches: int, smoothing: float | None = None) -> None:
-        check_scale(scale, micro_batches, smoothing)
         self.scale = float(scale)
         self.micro_batches = micro_batches
         self.smoothing = smoothing if smoothing is not None else max(1 - micro_batches / 1000, 0.0)
         self.steps = 0.0
-        """Scale-invariant steps so far: the sum of the gains of all steps that were made."""
+        """Scale-invariant steps so far: the sum of the gains of all steps that were made, or of their shares."""
         self._variances = [0.0] * groups
         self._means = [0.0] * groups
         self._weight = 0.0
 
-    def update(self, each: Sequence[float], mean: Sequence[float], samples: int, passes: int = 1) -> bool:
+    def update(self, each: Sequence[float], mean: Sequence[float], samples: int, passes: float = 1) -> bool:
         """Take up one step's gradients; False, and no change, if they are not finite. One sample alone tells nothing.
 
         Args:
@@ -83,11 +83,11 @@ class Gain:
 
     @property
     def value(self) -> float:
-        """The gain over all groups, in [1, scale]; 1 before the first estimate."""
+        """The gain over all groups, between 1 and scale; 1 before the first estimate."""
         return self._ratio(sum(self._variances), sum(self._means))
 
     def of_group(self, group: int) -> float:
-        """The gain of one group, in [1, scale]."""
+        """The gain of one group, between 1 and scale."""
         return self._ratio(self._variances[group], self._means[group])
 
     @property
@@ -133,7 +133,8 @@ class Gain:
         total = variance + mean
         if not total > 0:
             return 1.0
-        return min(self.scale, max(1.0, total / (variance / self.scale + mean)))
+        low, high = sorted((1.0, self.scale))
+        return min(high, max(low, total / (variance / self.scale + mean)))
 
 
 def check_scale(scale: float, micro_batches: int, smoothing: float | None) -> None:

@@ -98,11 +98,9 @@ class Layerwise(Optimizer):
                     buffer = torch.empty_like(parameter, dtype=torch.float32)
                     self.state[parameter][kind] = buffer.copy_(saved[kind])
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # a copy has what torch copies, and this besides
-        self.__dict__.setdefault("operator", Serial())
-        self.__dict__.setdefault("_fused", True)
-        super().__setstate__(state)
+    def __getstate__(self) -> dict[str, Any]:
+        # what torch copies, and what is not given by group
+        return {**super().__getstate__(), "operator": self.operator, "_fused": self._fused}
 
     def _check(self, group: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -125,6 +123,9 @@ class Layerwise(Optimizer):
             for kind in self._BUFFERS:
                 if kind not in state:
                     state[kind] = torch.zeros_like(parameter, dtype=torch.float32)
+                elif state[kind].stride() != parameter.stride():
+                    # the memory format has changed since
+                    state[kind] = torch.empty_like(parameter, dtype=torch.float32).copy_(state[kind])
             state["step"] = int(state.get("step", 0)) + 1
             key = (parameter.device, parameter.ndim >= group["min_ndim"], state["step"])
             if key not in found:

@@ -13,9 +13,13 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def squares(tensors: Iterable[Tensor]) -> Tensor:
-    """The squared norm of each tensor: [tensors] float32, on their device. Reads each once; the host does not wait."""
+    """The squared norm of each tensor: [tensors], on their device. Reads each once; the host does not wait.
+
+    In float32, or float64 if one of the tensors is.
+    """
     dense = [x.coalesce().values() if x.is_sparse else x for x in tensors]
-    return torch.stack(torch._foreach_norm(dense, 2, dtype=torch.float32)).square()
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in dense) else torch.float32
+    return torch.stack(torch._foreach_norm(dense, 2, dtype=dtype)).square()
 
 
 def gradients(groups: Groups) -> dict[int, tuple[Tensor, int]]:
@@ -29,7 +33,7 @@ def device_of(groups: Groups) -> torch.device:
 
 
 def group_squares(groups: Groups) -> Tensor:
-    """The squared norm of each parameter group's gradient: [groups] float32; NaN if no gradient is there."""
+    """The squared norm of each parameter group's gradient: [groups]; NaN if no gradient is there."""
     found = gradients(groups).values()
     if not found:
         return torch.full((len(groups),), torch.nan, device=device_of(groups))
@@ -65,6 +69,6 @@ class Passes:
         self._before = {key: x.clone() for key, (x, _) in now.items()}
 
     def take(self) -> tuple[Tensor, int]:
-        """The mean over passes of the squared norms, [groups] float32, and how many there were; then start anew."""
+        """The mean over passes of the squared norms, [groups], and how many there were; then start anew."""
         sums, self._sums, self._before = self._sums, [], {}
         return (torch.stack(sums).mean(0) if sums else torch.zeros(0)), len(sums)

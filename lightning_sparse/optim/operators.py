@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,19 @@ class PTO:
         if isinstance(self._transport, ProcessGroup):
             self._transport.close()
             self._transport = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process group cannot be copied: the copy makes one of its own
+        return {**self.__dict__, "_transport": self._given()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PTO:
+        copy = PTO(self._given())
+        copy.elements = self.elements
+        return copy
+
+    def _given(self) -> Transport | None:
+        """The transport, which copies share, unless it is a process group."""
+        return None if isinstance(self._transport, ProcessGroup) else self._transport
 
     def _open(self) -> Transport | None:
         if self._transport is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

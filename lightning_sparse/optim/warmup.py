@@ -17,7 +17,8 @@ from lightning_sparse.random import Draw
 _LENGTHSCALE = 0.2
 _FIT_POINTS, _TEST_POINTS, _TESTS = 100, 500, 5
 _SLACK = 1e-4
-_LEAST = 10
+LEAST = 10
+"""Losses that a test needs."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Verdict:
     confidence: float
     is_past: bool
     rate: float
+    has_evidence: bool = True
 
 
 class Warmup:
@@ -54,7 +56,7 @@ class Warmup:
         seed: int = 0,
     ) -> None:
         self.total_steps = total_steps
-        self.last_growing = max(1, int(growth * total_steps))
+        self.last_growing = self._span = max(1, int(growth * total_steps))
         self.losses: list[float] = []
         self.end: int | None = None
         """Step from which on the rate grows no more."""
@@ -74,10 +76,14 @@ class Warmup:
         return self.peak * 0.5 * (1 + math.cos(math.pi * done))
 
     def test(self) -> Verdict:
-        """Look at all losses so far. Changes nothing, and gives the same on every machine of a kind."""
+        """Look at all losses so far. Changes nothing, and gives the same on every machine of a kind.
+
+        Too few of them are no evidence: the rate is that of the lowest one, the latest if they are equal.
+        """
         points = _usable(self.losses)
-        if len(points) < _LEAST:
-            return Verdict(0.0, False, self._growing(points[-1][0] if points else 0))
+        if len(points) < LEAST:
+            lowest = min(points, key=lambda point: (point[1], -point[0]), default=(0, math.nan))
+            return Verdict(0.0, False, self._growing(lowest[0]), has_evidence=False)
         last = len(self.losses) - 1
         x = torch.tensor([at / last for at, _ in points], dtype=torch.float64)
         y = torch.tensor([loss for _, loss in points], dtype=torch.float64)
@@ -106,6 +112,7 @@ class Warmup:
         """Equal on all ranks."""
         return {
             "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "curve": [self._lr_min, self._lr_max, self._span],
             "end": self.end,
             "peak": self.peak,
             "votes": self._votes,
@@ -113,13 +120,26 @@ class Warmup:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` gave. The rate goes on along its curve, whatever the number of steps is now.
+
+        Growth ends where the curve does, or at its share of fewer steps. Raises ValueError while the rate grows, if it
+        grew from or to another one.
+        """
         self.losses = state["losses"].tolist()
         self.end, self.peak = state["end"], float(state["peak"])
+        lr_min, lr_max, span = state["curve"]
+        if self.end is None:
+            if (lr_min, lr_max) != (self._lr_min, self._lr_max):
+                raise ValueError(
+                    f"AutoWarmup: expected the lr_min and lr_max that the checkpoint's losses belong to, {lr_min} and"
+                    f" {lr_max}, got {self._lr_min} and {self._lr_max}: pass those, or begin anew"
+                )
+            self._span = span
+            self.last_growing = min(self.last_growing, span)
         self._votes, self._tests = int(state["votes"]), int(state["tests"])
 
     def _growing(self, step: float) -> float:
-        return self._lr_min * (self._lr_max / self._lr_min) ** (min(step, self.last_growing) / self.last_growing)
+        return self._lr_min * (self._lr_max / self._lr_min) ** (min(step, self._span) / self._span)
 
     def _some(self, x: Tensor, y: Tensor, most: int, name: str) -> tuple[Tensor, Tensor]:
         """At most so many points, without replacement, in order."""
@@ -137,7 +157,7 @@ def _usable(losses: Sequence[float]) -> list[tuple[int, float]]:
     so does a run of losses at the end that are not finite. Single ones, as of steps that are skipped, are left out.
     """
     finite = [(at, loss) for at, loss in enumerate(losses) if math.isfinite(loss)]
-    if len(finite) < _LEAST:
+    if len(finite) < LEAST:
         return finite
     width = max(5, len(finite) // 20)
     first = [loss for _, loss in finite[:width]]
