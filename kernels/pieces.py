@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -30,6 +30,36 @@ def check_vectors(vectors: Sequence[Tensor]) -> torch.device:
     device = vectors[0].device if vectors else torch.device("cpu")
     check_pieces("vectors", vectors, device, list(KINDS))
     return device
+
+
+def check_payload(values: Tensor, indices: Tensor) -> None:
+    """Raises unless [k] fp32 values have [k] int32 or int64 indices beside them, on one device."""
+    check_pieces("values", [values], values.device, [torch.float32])
+    check_pieces("indices", [indices], values.device, [torch.int32, torch.int64])
+    if values.numel() != indices.numel():
+        raise ValueError(f"values and indices must have one size, got {values.numel()} and {indices.numel()}")
+
+
+def within(indices: Tensor, numel: int) -> Tensor:
+    """Which indices are those of entries of a vector: [k] bool."""
+    inside = indices >= 0
+    # a bound that the indices' type cannot hold would be cut off in the comparison
+    return inside if numel > torch.iinfo(indices.dtype).max else inside & (indices < numel)
+
+
+def touched(pieces: Sequence[Tensor], indices: Tensor) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """(piece, positions among the indices, entries of the piece) wherever there are some; the host reads the cuts.
+
+    Args:
+        indices: [k] of the pieces' concatenation, ascending, all of them within.
+    """
+    bounds = bounds_of(pieces)
+    dtype = index_dtype(bounds[-1])
+    cuts = torch.searchsorted(indices.to(dtype), torch.tensor(bounds, dtype=dtype, device=indices.device)).tolist()
+    for piece, base, (low, high) in zip(pieces, bounds, pairwise(cuts), strict=False):
+        if low < high:
+            at = indices[low:high]
+            yield piece, slice(low, high), at - base if base else at
 
 
 def check_pairs(left: str, lefts: Sequence[Tensor], right: str, rights: Sequence[Tensor]) -> None:

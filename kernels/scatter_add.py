@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +11,13 @@ from torch import Tensor
 from lightning_sparse.kernels.addresses import gather, to_bfloat16, upper_bound
 from lightning_sparse.kernels.jit import jit
 from lightning_sparse.kernels.path import use_triton
-from lightning_sparse.kernels.pieces import KINDS, bounds_of, check_pieces, device_table
+from lightning_sparse.kernels.pieces import KINDS, bounds_of, check_payload, check_pieces, device_table, touched, within
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 512
+LARGEST = torch.finfo(torch.float32).max
 
 
 @torch.no_grad()
@@ -32,19 +31,16 @@ def scatter_add_(targets: Sequence[Tensor], values: Tensor, indices: Tensor, alp
         targets: The vector's pieces, [numel of piece] fp32, bf16 or fp16 each. Modified in place.
         values: [k] fp32; entries other than 0 have unique indices, ascending.
         indices: [k] int32 or int64; those outside the vector are skipped.
-        alpha: Finite.
+        alpha: Finite in fp32.
 
     Raises:
         TypeError: A tensor has another dtype.
-        ValueError: A size or device does not fit, or alpha is not finite.
+        ValueError: A size or device does not fit, or alpha is not finite in fp32.
     """
     check_pieces("targets", targets, values.device, list(KINDS))
-    check_pieces("values", [values], values.device, [torch.float32])
-    check_pieces("indices", [indices], values.device, [torch.int32, torch.int64])
-    if values.numel() != indices.numel():
-        raise ValueError(f"values and indices must have one size, got {values.numel()} and {indices.numel()}")
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha must be finite, got {alpha}: it would turn padding into NaN")
+    check_payload(values, indices)
+    if not abs(alpha) <= LARGEST:
+        raise ValueError(f"alpha must be finite in fp32, got {alpha}: it would turn padding into NaN")
     # Scaled apart from the sum, so that no compiler fuses the two into one rounding.
     products = values if alpha == 1.0 else values * alpha  # [k]
     if not use_triton(values):
@@ -64,20 +60,15 @@ def scatter_add_(targets: Sequence[Tensor], values: Tensor, indices: Tensor, alp
 
 def scatter_add_torch_(targets: Sequence[Tensor], products: Tensor, indices: Tensor) -> None:
     """`scatter_add_` on the CPU: one indexed addition for each piece that is touched."""
-    bounds = bounds_of(targets)
-    live = (products != 0) & (indices >= 0) & (indices < bounds[-1])  # [k]
+    live = (products != 0) & within(indices, bounds_of(targets)[-1])  # [k]
     if not live.all():
         products, indices = products[live], indices[live]
-    cuts = torch.searchsorted(indices, torch.tensor(bounds, dtype=indices.dtype)).tolist()  # [pieces + 1]
-    for target, base, (low, high) in zip(targets, bounds, pairwise(cuts), strict=False):
-        if low == high:
-            continue
-        at = indices[low:high] - base if base else indices[low:high]
+    for target, positions, at in touched(targets, indices):
         if target.dtype == torch.float32:
-            target.index_add_(0, at, products[low:high])
+            target.index_add_(0, at, products[positions])
         else:
             at = at.long()
-            target[at] = (target[at].float() + products[low:high]).to(target.dtype)
+            target[at] = (target[at].float() + products[positions]).to(target.dtype)
 
 
 @jit

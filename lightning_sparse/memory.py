@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.accumulator import MomentumSum, Sum, Vectors, advance_
-from lightning_sparse.kernels.pieces import bounds_of
 from lightning_sparse.kernels.scatter_add import scatter_add_
+from lightning_sparse.kernels.take import take
 from lightning_sparse.protocols import Accumulator, Owed
 from lightning_sparse.vector import SparseVector
 
@@ -196,8 +196,7 @@ class MomentumResidual(Residual):
     def discard(self, names: Sequence[str], sent: SparseVector) -> None:
         super().discard(names, sent)
         velocity = [self._velocity[name] for name in names]
-        # padding points at entry 0, which keeps its momentum unless it was sent itself
-        masked = torch.where(sent.values != 0, gather(velocity, sent.indices), 0.0)
+        masked = take(velocity, sent.values, sent.indices)
         scatter_add_(velocity, masked, sent.indices, alpha=-1.0)
         self._masked[tuple(names)] = (sent.indices, masked)
 
@@ -294,14 +293,3 @@ def fold(owed: Owed, kind: str, lost: Mapping[str, Tensor], world_size: int) -> 
     for name, x in lost.items():
         debts[name] = debts[name] + world_size * x if name in debts else world_size * x
     return owed | ({kind: debts} if debts else {})
-
-
-def gather(pieces: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """``concat(pieces)[indices]`` without the concatenation: [k]. Reads the piece bounds on the host."""
-    bounds = torch.tensor(bounds_of(pieces), device=indices.device)  # [pieces + 1]
-    owner = torch.searchsorted(bounds, indices.long(), right=True) - 1  # [k]
-    out = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
-    for position, piece in enumerate(pieces):
-        mine = (owner == position).nonzero().squeeze(1)
-        out[mine] = piece[indices[mine].long() - bounds[position]].float()
-    return out

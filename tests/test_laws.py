@@ -117,7 +117,7 @@ def test_compressor_takes_up_what_it_may_not_send(name: str, numel: int) -> None
 @pytest.mark.parametrize("name", [name for name, row in COMPRESSORS.items() if not row.agreed])
 @pytest.mark.parametrize("small", [64, 8])
 def test_many_small_pieces_count_for_no_more_than_their_entries(name: str, small: int) -> None:
-    """The small ones hold most of the large magnitudes; a sample that saw too many of them would set the bound too high."""
+    """Most large magnitudes are small pieces': a sample that saw too many of these would set the bound too high."""
     pieces = [normal(1_000_000), *(10 * normal(64_000, 1)).split(small)]
     compressor = COMPRESSORS[name].build()
     capacity = compressor.capacity(1_064_000, 0.01)

@@ -20,7 +20,7 @@ from lightning_sparse.communicators.volume import ring_bytes
 from lightning_sparse.compressors import TopK, WeightBlocks
 from lightning_sparse.finite import are_finite, is_usable, peak_of
 from lightning_sparse.job import Job
-from lightning_sparse.memory import MomentumResidual, Residual, gather
+from lightning_sparse.memory import MomentumResidual, Residual
 from lightning_sparse.protocols import Transport
 from lightning_sparse.random import Draw
 from lightning_sparse.reducer import Reducer
@@ -220,11 +220,6 @@ def test_top_k_fills_up_with_equal_entries(capacity: int) -> None:
     assert (indices.diff() > 0).all()
     assert torch.equal(sent.values[live], x[indices])
     assert sent.values.isinf().sum() == min(capacity, 500)
-
-
-def test_gather_reads_across_pieces() -> None:
-    pieces = [torch.arange(3.0), torch.zeros(0), torch.arange(10.0, 14.0)]
-    assert gather(pieces, torch.tensor([0, 2, 3, 6])).tolist() == [0, 2, 10, 13]
 
 
 def test_flat_view_shares_memory() -> None:

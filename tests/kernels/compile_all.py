@@ -30,6 +30,7 @@ from lightning_sparse.kernels import (
     norms,
     scatter_add,
     select,
+    take,
 )
 
 # beside this script
@@ -68,6 +69,15 @@ SCATTER = {
     "pieces": "i32",
     "products_ptr": "*fp32",
     "indices_ptr": "*i32",
+    "entries": "i32",
+}
+TAKE = {
+    "bounds_ptr": "*i64",
+    "vectors_ptr": "*i64",
+    "pieces": "i32",
+    "values_ptr": "*fp32",
+    "indices_ptr": "*i32",
+    "out_ptr": "*fp32",
     "entries": "i32",
 }
 COUNT = {
@@ -143,6 +153,7 @@ def cases():
             yield f"collect-{source}-{suffix}", compact._collect_kernel, widened(COLLECT, wide), constants, 4
         constants = {"STEPS": 9, "BLOCK": scatter_add.BLOCK}
         yield f"scatter_add-{suffix}", scatter_add._scatter_add_kernel, widened(SCATTER, wide), constants, 4
+        yield f"take-{suffix}", take._take_kernel, widened(TAKE, wide), constants | {"BLOCK": take.BLOCK}, 4
 
 
 def widened(signature, wide):

@@ -21,6 +21,7 @@ from lightning_sparse.kernels.norms import norms, norms_torch
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.kernels.scatter_add import scatter_add_, scatter_add_torch_
 from lightning_sparse.kernels.select import select, select_torch
+from lightning_sparse.kernels.take import take, take_torch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [[1], [4095], [4096], [4097], [4096, 0, 3, 4097, 1], [50_021, 7]]
@@ -89,6 +90,8 @@ def check(device, sizes, dtype, start):
     values, indices, count = accumulate_select_torch(x, y, *options)
     results["accumulate_select"] = same(accumulate_select(there_x, there_y, *there), (values, indices, count))
     results["residual"] = same(there_y, y)
+    taken = take(there_x, values.to(device), indices.to(device))
+    results["take"] = same([taken], [take_torch(x, values, indices)])
     scatter_add_(there_x, values.to(device), indices.to(device), 1 / 3)
     scatter_add_torch_(x, values * (1 / 3), indices)
     results["scatter_add_"] = same(there_x, x)

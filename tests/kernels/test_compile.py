@@ -13,7 +13,7 @@ DENSE = ["accumulate_select", "difference_select", "select", "momentum_select", 
 DENSE += ["norms", "lars_step", "lamb_norms", "lamb_step"]
 ENTRIES = ["collect-x-int32", "collect-y-int32", "collect-x-y-int32", "collect-x-y-int64"]
 ENTRIES += ["scatter_add-int32", "scatter_add-int64", "choose-31-20", "choose-20-9", "choose-9-0", "join"]
-ENTRIES += ["nm_prune-2-4", "nm_prune-4-16"]
+ENTRIES += ["take-int32", "take-int64", "nm_prune-2-4", "nm_prune-4-16"]
 # block GEMMs of half types, which the tensor cores multiply
 HALF_GEMMS = ["block-forward-16-bf16", "block-forward-64-bf16", "block-transposed-64-bf16", "block-outer-64-bf16"]
 HALF_GEMMS += ["block-transposed-128-fp16", "block-outer-128-fp16", "block-forward-64-bf16-few"]

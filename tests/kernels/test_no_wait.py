@@ -25,7 +25,10 @@ from lightning_sparse.kernels.norms import norms
 from lightning_sparse.kernels.path import interpret
 from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.kernels.select import select
+from lightning_sparse.kernels.take import take
+from lightning_sparse.memory import MomentumResidual
 from lightning_sparse.optim import LAMB, LARS
+from lightning_sparse.vector import SparseVector
 
 WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique", "aten::equal"}
 
@@ -63,12 +66,22 @@ def step(optimizer: Any) -> None:
     optimizer([{"params": weights[:1]}, {"params": weights[1:]}], lr=0.1, weight_decay=0.1).step()
 
 
+def discard() -> None:
+    """What was sent leaves residual and momentum."""
+    memory, names = MomentumResidual(0.9), ["a", "b", "c"]
+    memory.begin(pieces(0), 1.0)
+    memory.accumulate(names, pieces(0)).select(LIMIT, 100, 0)
+    memory.discard(names, SparseVector(*FEW, 5077))
+
+
 OPS = {
     "select": lambda: select(pieces(0), LIMIT, 100, 7),
     "accumulate_select": lambda: accumulate_select(pieces(0), pieces(1), LIMIT, 100, 7),
     "difference_select": lambda: difference_select(pieces(0), pieces(1), LIMIT, 100, 7),
     "momentum_select": lambda: momentum_select(pieces(0), pieces(1), pieces(2), 0.9, 0.5, LIMIT, 100, 7),
     "scatter_add_": lambda: scatter_add_(pieces(0), *FEW, 0.5),
+    "take": lambda: take(pieces(0), *FEW),
+    "discard": discard,
     "kth_largest": lambda: kth_largest(pieces(0), 100),
     "moments": lambda: moments(pieces(0)).with_zeros(5077),
     "block_matmul": lambda: block_matmul(INPUT, BLOCKS, LAYOUT, OUTPUT[0]),

@@ -80,6 +80,14 @@ def test_indices_outside_are_skipped(path):
     assert memory.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
 
 
+def test_narrow_indices_reach_into_a_vector_of_more_than_they_count(path):
+    """2 ** 31 entries and more, out of one piece that stands there many times."""
+    piece = torch.zeros(1 << 20)
+    scatter_add_([piece] * 2049, torch.ones(2), torch.tensor([3, 2**31 - 1], dtype=torch.int32))
+    scatter_add_([piece] * 2049, torch.ones(2), torch.tensor([4, 2**31 + 5]))
+    assert piece.nonzero().squeeze(1).tolist() == [3, 4, 5, (1 << 20) - 1]
+
+
 @pytest.mark.parametrize("targets", [[], [torch.zeros(0)], [torch.zeros(3)]], ids=["none", "empty", "some"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_nothing_to_add(path, targets, k):
@@ -90,7 +98,9 @@ def test_nothing_to_add(path, targets, k):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"alpha": float("inf")}, ValueError, "alpha must be finite, got inf: it would turn padding into NaN"),
+        ({"alpha": float("inf")}, ValueError, "alpha must be finite in fp32, got inf: it would turn padding into NaN"),
+        ({"alpha": float("nan")}, ValueError, "alpha must be finite in fp32, got nan"),
+        ({"alpha": -1e300}, ValueError, "alpha must be finite in fp32, got -1e+300"),
         ({"values": torch.ones(2)}, ValueError, "values and indices must have one size, got 2 and 1"),
         ({"values": torch.ones(1).half()}, TypeError, "values[0] must be one of torch.float32, got torch.float16"),
         (
