@@ -16,7 +16,9 @@ OPS = {
     "momentum_select": "`momentum_select` (`MomentumResidual`)",
     "sampled_quantile": "the threshold of a 1 % sample",
     "radix_select": "the k-th largest, exactly",
-    "scatter_mean": "decode and average 2 payloads",
+    "top_k": "a step of `TopK`: add, threshold, the k largest",
+    "sampled_top_k": "a step of `SampledTopK`",
+    "decode_average": "clear, decode 2 payloads of bf16 and average them",
     "torch_topk": "`torch.topk`",
     "unfused": "add, `torch.topk`, gather and clear, one after the other",
 }

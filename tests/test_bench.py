@@ -20,7 +20,16 @@ KEYS = {
     "percent_of_copy",
 }
 OPS = ["memcpy", "accumulate_select", "difference_select", "select", "momentum_select", "radix_select"]
-OPS += ["sampled_quantile", "moments", "scatter_mean", "torch_topk", "torch_sort", "unfused"]
+OPS += [
+    "sampled_quantile",
+    "moments",
+    "top_k",
+    "sampled_top_k",
+    "decode_average",
+    "torch_topk",
+    "torch_sort",
+    "unfused",
+]
 
 
 def test_kernels(tmp_path, capsys):
@@ -43,9 +52,42 @@ def test_kernels(tmp_path, capsys):
 
 
 def test_wrong_results_are_not_timed(monkeypatch):
-    monkeypatch.setattr(kernel_case, "scatter_add_", lambda *_: None)
-    with pytest.raises(RuntimeError, match="scatter_mean gave a wrong result"):
+    monkeypatch.setattr(kernel_case.KernelCase, "decode_average", lambda _: None)
+    with pytest.raises(RuntimeError, match="decode_average gave a wrong result"):
         main(["bench", "kernels", "--sizes", "1000", "--repeats", "1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("kernels --sizes 0", "argument --sizes: expected a number above 0, got '0'"),
+        ("kernels --sizes -5", "argument --sizes: expected a number above 0, got '-5'"),
+        ("kernels --sizes nan", "argument --sizes: expected a number above 0, got 'nan'"),
+        ("kernels --sizes 1.5", "argument --sizes: expected a whole number of at least 1, got '1.5'"),
+        ("kernels --repeats 0", "argument --repeats: expected a number above 0, got '0'"),
+        ("kernels --threads two", "argument --threads: expected a number above 0, got 'two'"),
+        ("layers --device tpu", "argument --device: expected cpu or cuda, got 'tpu'"),
+        (
+            "kernels --json /proc/none/rows.json",
+            "argument --json: expected a file that can be written, got '/proc/none",
+        ),
+        ("network --plot /", "argument --plot: expected a file that can be written, got '/': Is a directory"),
+        ("convergence --density 1.5", "argument --density: expected a number in (0, 1], got '1.5'"),
+        ("convergence --steps 0", "argument --steps: expected a number above 0, got '0'"),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_measured(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *words.split()])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_cuda_without_a_device_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(["bench", "kernels", "--device", "cuda"])
+    assert "argument --device: torch finds no CUDA device here: use --device cpu" in capsys.readouterr().err
 
 
 def test_sizes_beyond_memory_are_left_out(tmp_path, monkeypatch, caplog):

@@ -283,7 +283,6 @@ def test_hooks_that_lightning_drops_are_found_out(make: type[HalfDDP], calls: in
     [
         (["--steps", "4"], "--steps must be a multiple of 4 above 4, got 4"),
         (["--hosts", "1"], "--hosts must be in 2 to 250, got 1"),
-        (["--repeat", "0"], "--repeat must be at least 1, got 0"),
         (["--model", "lm", "--example", "missing.py"], "expected an example script, got missing.py"),
     ],
 )

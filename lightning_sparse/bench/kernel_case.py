@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.accumulator import Vectors
+from lightning_sparse.accumulator import Sum, Vectors
+from lightning_sparse.codecs import Raw
+from lightning_sparse.compressors import SampledTopK, TopK
 from lightning_sparse.compressors.sample import sample_size, sampled_threshold
 from lightning_sparse.kernels.accumulate_select import accumulate_select
 from lightning_sparse.kernels.difference_select import difference_select
 from lightning_sparse.kernels.kth_largest import kth_largest
 from lightning_sparse.kernels.moments import moments
 from lightning_sparse.kernels.momentum_select import momentum_select
-from lightning_sparse.kernels.scatter_add import scatter_add_
 from lightning_sparse.kernels.select import select
 from lightning_sparse.random import Draw
+from lightning_sparse.vector import SparseVector
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLE = 0.01
@@ -39,6 +41,11 @@ class KernelCase:
         self.velocity = torch.zeros(numel, device=device)
         self.target = torch.zeros(numel, device=device)
         self.copy = torch.empty(numel, device=device)
+        self.draw = Draw(0, 0, "bench")
+        self.codec = Raw()
+        # as another rank would send them
+        payloads = (TopK().compress(Vectors([x]), self.k, self.draw) for x in (self.x, self.x.roll(1)))
+        self.wires = [self.codec.encode(payload) for payload in payloads]
         self.threshold = self.x.float().abs().topk(self.k).values[-1]
         self.capacity = self.k + self.k // 8 + 64
         self.sampled = sample_size(numel, SAMPLE)
@@ -46,12 +53,6 @@ class KernelCase:
     def runs(self) -> dict[str, Callable[[], Any]]:
         """What is timed, by name of the op."""
         pick = self.threshold, self.capacity
-        values, indices, _ = select([self.x], *pick)
-
-        def scatter_mean() -> None:
-            for _ in range(2):
-                scatter_add_([self.target], values, indices, 0.5)
-
         moved = [self.zeros], [self.velocity], [self.residual], 0.9, 0.5
         return {
             "memcpy": lambda: self.copy.copy_(self.residual),
@@ -62,15 +63,23 @@ class KernelCase:
             "radix_select": lambda: kth_largest([self.x], self.k),
             "sampled_quantile": self.sampled_quantile,
             "moments": lambda: moments([self.x]),
-            "scatter_mean": scatter_mean,
+            "top_k": lambda: TopK().compress(Sum([self.zeros], [self.residual]), self.k, self.draw),
+            "sampled_top_k": lambda: SampledTopK().compress(Sum([self.zeros], [self.residual]), self.k, self.draw),
+            "decode_average": self.decode_average,
             "torch_topk": lambda: self.x.abs().topk(self.k, sorted=False),
             "torch_sort": lambda: self.x.abs().sort(descending=True),
             "unfused": self.unfused,
         }
 
+    def decode_average(self) -> None:
+        """The mean of two payloads, in place of the gradient."""
+        self.target.zero_()
+        for wire in self.wires:
+            self.codec.decode(wire, self.numel, self.k).add_to([self.target], alpha=0.5)
+
     def sampled_quantile(self) -> Tensor:
         """The threshold that about k entries reach."""
-        return sampled_threshold(Vectors([self.x]), self.k, SAMPLE, 0.0, Draw(0, 0, "bench"))
+        return sampled_threshold(Vectors([self.x]), self.k, SAMPLE, 0.0, self.draw)
 
     def unfused(self) -> tuple[Tensor, Tensor]:
         """Residual + gradient, the k largest, and zeros where they were, an operation at a time."""
@@ -83,8 +92,8 @@ class KernelCase:
     def bytes_per_element(self) -> dict[str, float]:
         """The least an op must move, for each element of the vector: what it reads counts once."""
         x = self.x.element_size()
-        # Each of 2 payloads: value and index read, target read and written.
-        scatter = 2 * 16 * self.k / self.numel
+        # Each of 2 payloads: its bytes, and its entries of the target read and written.
+        payloads = 2 * (self.codec.nbytes(self.numel, self.k) + 8 * self.k) / self.numel
         return {
             "memcpy": 8.0,
             "accumulate_select": x + 8.0,
@@ -94,7 +103,9 @@ class KernelCase:
             "radix_select": float(x),
             "sampled_quantile": x * self.sampled / self.numel,
             "moments": float(x),
-            "scatter_mean": scatter,
+            "top_k": x + 8.0,
+            "sampled_top_k": x + 8.0,
+            "decode_average": 4.0 + payloads,
             "torch_topk": float(x),
             "torch_sort": float(x),
             "unfused": x + 8.0,
@@ -111,9 +122,15 @@ class KernelCase:
             _require(op, int(count) == want.numel() and torch.equal(indices[: kept.numel()].long(), kept))
             _require(op, torch.equal(values[: kept.numel()], u[kept]) and not values[kept.numel() :].any())
         _require("momentum_select", torch.equal(self.residual, x) and not self.velocity.any())
-        runs["scatter_mean"]()
-        kept = (x.abs() >= self.threshold).nonzero().view(-1)[: self.capacity]
-        _require("scatter_mean", torch.equal(self.target, torch.zeros_like(x).index_copy(0, kept, x[kept])))
+        top, sampled = runs["top_k"](), runs["sampled_top_k"]()
+        _require("top_k", torch.equal(top.values.abs().min(), self.threshold) and _is_of(top, x))
+        _require("sampled_top_k", _is_of(sampled, x))
+        runs["decode_average"]()
+        want = torch.zeros_like(x)
+        for u in (x, x.roll(1)):
+            at = u.abs().topk(self.k).indices
+            want[at] += 0.5 * u[at].bfloat16().float()
+        _require("decode_average", torch.equal(self.target, want))
         runs["memcpy"]()
         _require("memcpy", torch.equal(self.copy, x))
         _require("radix_select", torch.equal(runs["radix_select"](), self.threshold))
@@ -132,6 +149,11 @@ class KernelCase:
         # Six standard deviations of how many of the sample belong to the k.
         slack = 1 + 6 * math.sqrt(self.numel / (self.sampled * self.k))
         _require("sampled_quantile", 2 - slack <= reached / self.k <= slack)
+
+
+def _is_of(picked: SparseVector, x: Tensor) -> bool:
+    live = picked.values != 0
+    return torch.equal(picked.values[live], x[picked.indices[live].long()])
 
 
 def _require(op: str, right: bool) -> None:

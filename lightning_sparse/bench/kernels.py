@@ -29,7 +29,7 @@ def add_parser(names: Any) -> None:
     """Adds `kernels` to the benches."""
     parser = names.add_parser("kernels", help="the dense passes, per element")
     kit.add_options(parser)
-    parser.add_argument("--sizes", type=float, nargs="+", help="elements of the vector, such as 1e6")
+    parser.add_argument("--sizes", type=kit.count, nargs="+", help="elements of the vector, such as 1e6")
     parser.set_defaults(run=run)
 
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     """Measures, prints the table, and writes what the options ask for."""
     pyplot = kit.pyplot() if options.plot else None
     device, threads = torch.device(options.device), torch.get_num_threads()
-    sizes = [int(size) for size in options.sizes or (QUICK_SIZES if options.quick else SIZES)]
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     room = kit.free_bytes(device) // BYTES_PER_ELEMENT
     if max(sizes) > room:
         log.warning("left out what does not fit in memory: sizes above %d", room)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,11 @@ from lightning_sparse.version import __version__
 __all__ = [
     "Row",
     "add_options",
+    "add_outputs",
+    "count",
+    "fraction",
     "free_bytes",
+    "positive",
     "print_table",
     "pyplot",
     "time_alternating",
@@ -36,11 +41,64 @@ Row = dict[str, Any]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every bench takes."""
     parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each case (default: 7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the rows as a PNG; needs matplotlib")
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--threads", type=count, default=1, help="CPU threads of torch (default: 1)")
+    parser.add_argument("--repeats", type=count, default=7, help="timed runs of each case (default: 7)")
+    add_outputs(parser, "draw the rows as a PNG")
+
+
+def add_outputs(parser: argparse.ArgumentParser, plot: str) -> None:
+    """Adds `--json` and `--plot`, which says what it draws."""
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the rows and the machine")
+    parser.add_argument("--plot", type=_file, metavar="FILE", help=f"{plot}; needs matplotlib")
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on, such as 1e6; of a command line."""
+    number = positive(text)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(number)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0; of a command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
+
+
+def fraction(text: str) -> float:
+    """A number in (0, 1]; of a command line."""
+    number = positive(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"expected a number in (0, 1], got {text!r}")
+    return number
+
+
+def _device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, got {text!r}")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch finds no CUDA device here: use --device cpu")
+    return text
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    try:
+        # not found to be impossible after an hour
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written, got {text!r}: {error.strerror}"
+        ) from None
+    return path
 
 
 def pyplot() -> Any:

@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+from lightning_sparse.bench import kit
 from lightning_sparse.bench.contenders import BOUND, CONTENDERS, USUAL, warmup_of
 from lightning_sparse.bench.example import load_problem, parse_arguments
 
@@ -20,7 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=2, help="network namespaces, one rank each (default: 2)")
     parser.add_argument("--rate", type=_rate, nargs="+", default=[100.0, 1000.0, None], help="Mbit/s, or unlimited")
     parser.add_argument("--model", choices=["lm", "mlp"], default="mlp", help="a language model, or square layers")
-    parser.add_argument("--width", type=int, default=2048, help="of mlp's 6 layers (default: 2048, 25 M parameters)")
+    parser.add_argument(
+        "--width", type=kit.count, default=2048, help="of mlp's 6 layers (default: 2048, 25 M parameters)"
+    )
     parser.add_argument(
         "--example", type=Path, default=EXAMPLE, help="script whose `problem` is lm (default: %(default)s)"
     )
@@ -29,15 +32,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, help=f"of each training, a multiple of {WARMUP}: the first {WARMUP} warm up (24; lm: 300)"
     )
-    parser.add_argument("--repeat", type=int, default=3, help="trainings of each strategy, in turns (default: 3)")
+    parser.add_argument("--repeat", type=kit.count, default=3, help="trainings of each strategy, in turns (default: 3)")
     parser.add_argument(
         "--slack", type=float, default=0.0, help="target loss over ddp's last, such as 0.01 (default: 0)"
     )
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads of a rank (default: cores / hosts)")
+    parser.add_argument(
+        "--threads", type=kit.count, default=None, help="CPU threads of a rank (default: cores / hosts)"
+    )
     parser.add_argument("--quick", action="store_true", help="one rate, one repeat, few steps; mlp: width 256")
     parser.add_argument("--device", default="cpu", choices=["cpu"])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over rate, and lm's loss over time")
+    kit.add_outputs(parser, "draw step time over rate, and lm's loss over time")
 
 
 def complete(options: argparse.Namespace) -> None:
@@ -63,13 +67,7 @@ def complete(options: argparse.Namespace) -> None:
         raise SystemExit(f"bench network: --hosts must be in 2 to 250, got {options.hosts}")
     if options.threads is None:
         options.threads = max(1, (os.cpu_count() or 1) // options.hosts)
-    for name in ("repeat", "width", "threads"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"bench network: --{name} must be at least 1, got {getattr(options, name)}")
     options.arguments = parse_arguments(options.set)
-    for file in filter(None, (options.json, options.plot)):
-        # not found missing after an hour
-        file.parent.mkdir(parents=True, exist_ok=True)
     if options.model == "lm":
         # found missing here, and not by every rank
         load_problem(options.example)
