@@ -69,7 +69,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
         ("layers --device tpu", "argument --device: expected cpu or cuda, got 'tpu'"),
         (
             "kernels --json /proc/none/rows.json",
-            "argument --json: expected a file that can be written, got '/proc/none",
+            "argument --json: expected a file that can be written, got",
         ),
         ("network --plot /", "argument --plot: expected a file that can be written, got '/': Is a directory"),
         ("convergence --density 1.5", "argument --density: expected a number in (0, 1], got '1.5'"),
