@@ -5,6 +5,7 @@ thread issues for a whole block, times threads, over the block's entries. Pieces
 of 4, 2 and 2 bytes an entry, of which a launch takes one: those of the other two are subtracted.
 """
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -99,6 +100,9 @@ LAMB_NORMS = PIECES | {"others_ptr": "*i64", "parts_ptr": "*fp32", "blocks": "i3
 LAMB_STEP = PIECES | {"others_ptr": "*i64", "scale_ptr": "*fp32"} | ADAM
 JOIN = {"parts_ptr": "*fp32", "first_ptr": "*i64", "out_ptr": "*fp32", "blocks": "i32", "pieces": "i32"}
 AMD_VERBS = {"ld": "load", "st": "store"}
+# Bytes of a load or store, by the end of its name.
+AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16} | dict.fromkeys(("ushort", "sshort", "short"), 2)
+AMD_BYTES |= dict.fromkeys(("ubyte", "sbyte", "byte"), 1)
 WIDE = {"indices_ptr": "*i64", "capacity": "i64", "entries": "i64"}
 # Every dtype of the pieces is a branch of one kernel, so a compilation covers them all.
 DENSE_KERNELS = {
@@ -195,14 +199,12 @@ def needs_on_amd(compiled):
 
 
 def widths(compiled, backend, verb):
-    """Bytes of each access to global memory that moves 16 or more at once."""
+    """Bytes of each access to global memory."""
     if backend == "cuda":
-        vectors = re.findall(rf"{verb}\.global[.\w:]*\.v(\d)\.[busf](\d+)", compiled.asm["ptx"])
-        found = [int(count) * int(bits) // 8 for count, bits in vectors]
-    else:
-        words = re.findall(rf"(?:global|buffer|flat)_{AMD_VERBS[verb]}_dwordx(\d)", compiled.asm["amdgcn"])
-        found = [4 * int(count) for count in words]
-    return [width for width in found if width >= 16]
+        vectors = re.findall(rf"{verb}\.global[.\w:]*?(?:\.v(\d))?\.[busf](\d+)\s", compiled.asm["ptx"])
+        return [int(count or 1) * int(bits) // 8 for count, bits in vectors]
+    kinds = re.findall(rf"(?:global|buffer|flat)_{AMD_VERBS[verb]}_(\w+)", compiled.asm["amdgcn"])
+    return [AMD_BYTES[re.sub(r"_d16.*", "", kind)] for kind in kinds]
 
 
 def needs(name, target, constants, options, compiled):
@@ -212,9 +214,33 @@ def needs(name, target, constants, options, compiled):
     if "ALIGNED" in constants:
         pieces = ANY_DTYPE.get(name.removesuffix("-aligned").removesuffix("-unaligned"), (1, 0))
         for figure, verb, count in (("read", "ld", pieces[0]), ("written", "st", pieces[1])):
-            wide = sum(widths(compiled, target.backend, verb))
-            found[figure] = wide * options["num_warps"] * target.warp_size / constants["BLOCK"] - count * OTHER_DTYPES
+            each, threads = widths(compiled, target.backend, verb), options["num_warps"] * target.warp_size
+            wide, narrow = (
+                sum(width for width in each if (width >= 16) == is_wide) * threads / constants["BLOCK"]
+                for is_wide in (True, False)
+            )
+            found[figure] = wide - count * OTHER_DTYPES
+            # the last block of a piece is read and written entry by entry; what is left are tables and results
+            found[f"narrow_{figure}"] = narrow - wide
     return found
+
+
+def extravagant():
+    """`accumulate_select` with one more pass over the residual, an entry at a time: what the budget must notice."""
+    source = Path(accumulate_select.__file__).read_text()
+    line = "    store_block(residual_address"
+    extra = "    residual += load_block(residual_address + 4, 0, piece, False, BLOCK)\n"
+    assert source.count(line) == 1
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "extravagant.py")
+        file.write_text(source.replace(line, extra + line))
+        spec = importlib.util.spec_from_file_location("extravagant", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        constants, options = {"ALIGNED": True, "BLOCK": compact.BLOCK}, {"num_warps": 8, "enable_fp_fusion": False}
+        for name, target in TARGETS.items():
+            compiled = compile_for(target, module._accumulate_select_kernel, DENSE, constants, options)
+            yield {"kernel": "extravagant", "target": name} | needs("", target, constants, options, compiled)
 
 
 def markdown(result):
@@ -237,4 +263,5 @@ if __name__ == "__main__":
             if constants.get("ALIGNED"):
                 floors = FLOORS[name.removesuffix("-aligned")]
                 result[-1] |= dict(zip(("floor_read", "floor_written"), floors, strict=True))
+    result.extend(extravagant() if "--markdown" not in sys.argv else ())
     print("\n".join(markdown(result)) if "--markdown" in sys.argv else json.dumps(result))
